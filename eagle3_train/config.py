@@ -1,0 +1,378 @@
+"""Structured configuration: types and cross-checks here, values in `conf/`.
+
+Hydra composes `conf/config.yaml` over these dataclasses, so an unknown key or a wrong type is refused before any work.
+Every package may import this module; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from eagle3_train.files import write_text
+
+
+@dataclass
+class PathsConfig:
+    """Where things lie. Nothing here defines a result: names and identities never contain a path."""
+
+    outputs: str = "outputs"  # all studies; a relative path counts from the folder the command was given in
+    study: str = MISSING  # one study: <outputs>/<study name>
+    corpus: str = MISSING  # tokenised conversations, shared by the points of a study
+    store: str = MISSING  # captured hidden states, shared by the points of a study
+    target: str = MISSING  # the target model as a plain Hugging Face folder (converted once)
+
+
+@dataclass
+class TargetConfig:
+    """The target model: the large model whose decoding the draft head speeds up."""
+
+    name: str = MISSING  # short name, used in reports and identities
+    # A folder, a hub id, or `package:NAME/FILE.gguf` for a file that an installed Python package carries.
+    model: str = MISSING
+    revision: str | None = None
+    chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
+    trust_remote_code: bool = False
+
+
+@dataclass
+class CorpusConfig:
+    """Conversations to token ids and loss masks."""
+
+    name: str = MISSING
+    format: str = "sharegpt"
+    path: str = MISSING  # a file, or `package:NAME/FILE`
+    sequences: int | None = None  # training sequences to prepare, in the shuffled order; null: all
+    validation_sequences: int = 32  # held-out conversations for the validation loss
+    held_out_fraction: float = 0.05  # of all conversations, by a hash of the id: never trained on
+    max_length: int = 512  # tokens a sequence; whole turns are kept where that is possible
+    min_supervised: int = 16  # a sequence with fewer supervised tokens is left out
+    seed: int = 0  # of the global shuffle
+
+
+@dataclass
+class CaptureConfig:
+    """Target model to hidden states."""
+
+    backend: str = "hf"
+    # dtype of the target's weights and activations; auto: bf16 where the device has fast bf16, fp32 elsewhere
+    compute_dtype: str = "auto"
+    # input layers of the draft head, in the convention of docs/store.md; null: (2, n//2, n-3)
+    layer_ids: list[int] | None = None
+    batch_tokens: int = 4096  # tokens a forward pass, at most (padding included)
+    shards: int = 8
+    logsumexp: bool = False  # also write the target's log-sum-exp over the full vocabulary
+
+
+@dataclass
+class StoreConfig:
+    dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32
+    transcript_dtype: str = "fp32"  # of the evaluation transcripts: fp32 makes replay equal fp32 decoding exactly
+    row_group_mib: int = 32
+
+
+@dataclass
+class DataConfig:
+    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order."""
+
+    scale: float = 1.0
+    base_sequences: int = 32
+
+    @property
+    def sequences(self) -> int:
+        return round(self.scale * self.base_sequences)
+
+
+@dataclass
+class DraftConfig:
+    """The draft head."""
+
+    kind: str = "eagle3"
+    steps: int = 3  # K: training-time-test steps, and the chain length that is drafted
+    vocab_size: int = 4096  # draft vocabulary D: the most frequent supervised tokens of the whole store
+    init_lm_head: str = "target"  # target: the target's rows; random
+    init_layer: str = "random"  # random; target: the target's last layer, fc passing the top state through
+    attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
+
+
+@dataclass
+class TrainConfig:
+    regime: str = "epochs"  # epochs: steps grow with the data; steps: compute is held, unique data grows
+    epochs: int = 2
+    steps: int | None = None  # with regime=steps
+    batch_tokens: int = 2048  # tokens a global batch, the same for every world size
+    micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
+    step_weight: float = 0.8  # w: step i counts w^i
+    oov: str = "drop"  # rows whose target argmax is outside the draft vocabulary: drop | keep
+    compute_dtype: str = "auto"  # auto | bf16 | fp32; weights and optimizer state are fp32 always
+    log_every: int = 10  # steps
+    checkpoint_every: int | None = 200  # steps; the last step always
+    keep_last: int = 2
+
+
+@dataclass
+class OptimConfig:
+    kind: str = "adamw"
+    lr: float = 2e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.5
+    warmup_fraction: float = 0.1  # of the run's own steps: every data scale has its own full schedule
+    decay: str = "cosine"  # cosine | linear | constant
+    final_lr_fraction: float = 0.05
+
+
+@dataclass
+class EngineConfig:
+    kind: str = "single"  # single | ddp
+
+
+@dataclass
+class TaskConfig:
+    """One evaluation task: prompts whose greedy continuation the target itself generated."""
+
+    name: str = MISSING
+    source: str = MISSING  # humaneval | held_out | file
+    path: str | None = None  # with source=file: JSONL with `turns` or `prompt`
+    prompts: int = 32
+    new_tokens: int = 64
+    max_prompt_tokens: int = 384
+
+
+@dataclass
+class EvalConfig:
+    tasks: list[TaskConfig] = field(default_factory=list)
+    decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
+    decode_prompts: int = 16  # prompts a decoded task, the first ones
+    decode: bool = True
+    decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
+    bootstrap: int = 1000
+    generate_batch: int = 32  # prompts generated at once when transcripts are made
+
+
+@dataclass
+class TrackerConfig:
+    kinds: list[str] = field(default_factory=list)  # besides jsonl, which is always on: wandb, tensorboard
+    project: str = "eagle3-scaling"
+    entity: str | None = None
+    mode: str = "offline"  # wandb: online | offline
+
+
+@dataclass
+class LaunchConfig:
+    kind: str = "local"
+    nproc_per_node: int = 1
+
+
+@dataclass
+class StudyConfig:
+    """A study: the points are the product of `axes`, less `exclude`."""
+
+    name: str = MISSING
+    axes: dict[str, list[Any]] = field(default_factory=dict)  # config key -> values
+    exclude: list[dict[str, Any]] = field(default_factory=list)
+    # points that are also decoded with the real target: those that match any of these; empty: every point
+    decode_points: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    seed: int = 0
+    device: str = "auto"  # auto | cpu | cuda
+    dry_run: bool = False  # print the plan and the estimates, do nothing
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+
+    @property
+    def point_identity(self) -> dict[str, Any]:
+        """What defines a trained draft head. Paths, logging, engines and launchers do not; all data choices do."""
+        train = asdict(self.train)
+        for irrelevant in ("log_every", "checkpoint_every", "keep_last", "micro_batch_tokens"):
+            del train[irrelevant]
+        corpus = asdict(self.corpus)
+        del corpus["path"]
+        del corpus["validation_sequences"]
+        capture = asdict(self.capture)
+        for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
+            del capture[irrelevant]
+        draft = asdict(self.draft)
+        del draft["attention"]
+        return {
+            "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
+            "corpus": corpus,
+            "capture": capture,
+            "store_dtype": self.store.dtype,
+            "data": asdict(self.data),
+            "draft": draft,
+            "train": train,
+            "optim": asdict(self.optim),
+            "seed": self.seed,
+        }
+
+    @property
+    def point_name(self) -> str:
+        """Folder of the point: readable, and unique by a hash of what defines it. All ranks agree on it."""
+        return f"{self.draft.kind}-x{self.data.scale:g}-s{self.seed}-{digest(self.point_identity)}"
+
+    @property
+    def point_dir(self) -> Path:
+        return Path(self.paths.study) / self.point_name
+
+    @property
+    def eval_identity(self) -> dict[str, Any]:
+        """What defines an evaluation of a trained head: a change of it re-evaluates, and does not retrain."""
+        return {"tasks": [asdict(t) for t in self.eval.tasks], "transcript_dtype": self.store.transcript_dtype}
+
+
+def digest(value: Any, length: int = 8) -> str:
+    """Short hex digest of a JSON-able value, the same on every machine."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "capture.backend": ("hf",),
+    "capture.compute_dtype": ("auto", "bf16", "fp32"),
+    "store.dtype": ("bf16", "fp16", "fp32"),
+    "store.transcript_dtype": ("bf16", "fp16", "fp32"),
+    "draft.kind": ("eagle3",),
+    "draft.init_lm_head": ("target", "random"),
+    "draft.init_layer": ("random", "target"),
+    "draft.attention": ("merge", "reference"),
+    "train.regime": ("epochs", "steps"),
+    "train.oov": ("drop", "keep"),
+    "train.compute_dtype": ("auto", "bf16", "fp32"),
+    "optim.kind": ("adamw",),
+    "optim.decay": ("cosine", "linear", "constant"),
+    "engine.kind": ("single", "ddp"),
+    "eval.decode_dtype": ("fp32", "bf16"),
+    "tracker.mode": ("online", "offline"),
+    "launch.kind": ("local",),
+}
+
+POSITIVE = (
+    "corpus.max_length",
+    "corpus.validation_sequences",
+    "capture.batch_tokens",
+    "capture.shards",
+    "store.row_group_mib",
+    "data.base_sequences",
+    "data.scale",
+    "draft.steps",
+    "draft.vocab_size",
+    "train.epochs",
+    "train.batch_tokens",
+    "train.log_every",
+    "train.keep_last",
+    "optim.lr",
+    "optim.clip_norm",
+    "launch.nproc_per_node",
+)
+
+
+def check(cfg: Config) -> None:
+    """Cross-checks, once, before any work. Raises ValueError naming the key and the way out."""
+
+    def value(key: str) -> Any:
+        node: Any = cfg
+        for part in key.split("."):
+            node = getattr(node, part)
+        return node
+
+    for key, allowed in CHOICES.items():
+        if value(key) not in allowed:
+            raise ValueError(f"{key}={value(key)!r} is not one of {', '.join(allowed)}")
+    for key in POSITIVE:
+        if not value(key) > 0:
+            raise ValueError(f"{key}={value(key)} must be greater than 0")
+    if not 0 < cfg.corpus.held_out_fraction < 1:
+        raise ValueError(f"corpus.held_out_fraction={cfg.corpus.held_out_fraction} must lie between 0 and 1")
+    if cfg.train.regime == "steps" and not cfg.train.steps:
+        raise ValueError("train.regime=steps needs train.steps=N")
+    if cfg.data.sequences < 1:
+        raise ValueError(f"data.scale={cfg.data.scale} of data.base_sequences={cfg.data.base_sequences} is no sequence")
+    if cfg.corpus.sequences is not None and cfg.data.sequences > cfg.corpus.sequences:
+        raise ValueError(
+            f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, but corpus.sequences="
+            f"{cfg.corpus.sequences}: raise corpus.sequences (and run prepare and capture again) or lower data.scale"
+        )
+    if cfg.train.batch_tokens < cfg.corpus.max_length:
+        raise ValueError(
+            f"train.batch_tokens={cfg.train.batch_tokens} is below corpus.max_length={cfg.corpus.max_length}: "
+            "one sequence would not fit a batch; raise the former or lower the latter"
+        )
+    names = [t.name for t in cfg.eval.tasks]
+    if len(set(names)) != len(names):
+        raise ValueError(f"eval.tasks has a name twice: {names}")
+    for task in cfg.eval.tasks:
+        if task.source not in ("humaneval", "held_out", "file"):
+            raise ValueError(f"eval task {task.name!r}: source={task.source!r} is not humaneval, held_out or file")
+        if task.source == "file" and not task.path:
+            raise ValueError(f"eval task {task.name!r}: source=file needs path=FILE.jsonl")
+    for name in cfg.eval.decode_tasks:
+        if name not in names:
+            raise ValueError(f"eval.decode_tasks names {name!r}, which is not among eval.tasks {names}")
+
+
+def resolve(cfg: DictConfig) -> Config:
+    """A composed Hydra configuration as a checked `Config`; every interpolation resolved, paths made absolute."""
+    OmegaConf.resolve(cfg)
+    config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
+    for name in ("outputs", "study", "corpus", "store", "target"):
+        path = getattr(config.paths, name)
+        if "://" not in path:
+            setattr(config.paths, name, str(Path(path).absolute()))
+    check(config)
+    return config
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved configuration; written aside and renamed, so that a reader never sees half of it."""
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def load(path: str | Path) -> Config:
+    """Read a resolved configuration back. Unknown keys are refused: the file is of another version."""
+    return resolve(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore[arg-type]
+
+
+def conf_dir() -> Path:
+    """The folder `conf`: beside the package in a clone, inside it in a wheel."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
+
+
+def compose(overrides: list[str]) -> Config:
+    """Compose `conf/config.yaml` with Hydra overrides, from anywhere, and check it."""
+    import hydra
+
+    with hydra.initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        return resolve(hydra.compose("config", overrides=overrides))
+
+
+def register() -> None:
+    """Put the schema where `conf/config.yaml` finds it (`defaults: [schema, ...]`)."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+register()

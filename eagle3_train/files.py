@@ -1,0 +1,78 @@
+"""Files that are whole or not there, and the version of the code that wrote them. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def temporary_path(path: Path) -> Path:
+    """A name beside `path`, unique to this process: written first, then renamed over `path`."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically and durably: a reader or a crash sees the old one or the new one, never a half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of indented JSON. NaN and infinity are refused: no reader outside Python takes them."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a file that is cut or not JSON is named in the error."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} is not valid JSON ({e}): delete it and run the step that writes it again") from e
+
+
+def find_package_file(spec: str) -> Path:
+    """Path of `package:NAME/FILE`, a file that an installed Python package carries. The package is not imported."""
+    from importlib.util import find_spec
+
+    name, _, inner = spec.removeprefix("package:").partition("/")
+    found = find_spec(name)
+    folders = list(found.submodule_search_locations or []) if found else []
+    for folder in folders:
+        if (path := Path(folder) / inner).is_file():
+            return path
+    reason = f"package {name!r} is not installed" if not found else f"package {name!r} holds no file {inner!r}"
+    raise ValueError(f"{spec}: {reason}; install it: pip install --no-deps {name.replace('_', '-')}")
+
+
+@cache
+def code_version() -> str:
+    """Version of this code: the package's, and in a clone the commit (`+dirty` where files differ from it)."""
+    version = metadata.version("eagle3-train")
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return version
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        dirty = "+dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+    except (OSError, subprocess.CalledProcessError):
+        return version
+    return f"{version}+g{commit}{dirty}"
+
+
+def _git(root: Path, *args: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *args], check=True, capture_output=True, text=True).stdout.strip()

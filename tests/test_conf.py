@@ -1,0 +1,50 @@
+"""Every file in `conf/` is composed; wrong values are refused with the key and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3_train import config
+
+GROUPS = sorted(p.relative_to(config.conf_dir()) for p in config.conf_dir().glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=str)
+def test_every_conf_file_composes(path: Path) -> None:
+    cfg = config.compose([f"{path.parent}={path.stem}"])
+    assert cfg.point_name
+
+
+def test_resolved_configuration_round_trips(tmp_path: Path) -> None:
+    cfg = config.compose(["data.scale=2"])
+    config.save(cfg, tmp_path / "config.yaml")
+    assert config.load(tmp_path / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.scal=2", "data.scal"),
+        ("draft.steps=0", "draft.steps"),
+        ("train.regime=hours", "epochs, steps"),
+        ("data.scale=1000", "corpus.sequences"),
+        ("train.batch_tokens=100", "corpus.max_length"),
+        ("eval.decode_tasks=[nope]", "nope"),
+        ("train.regime=steps", "train.steps"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(override: str, words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        config.compose([override])
+
+
+def test_point_name_depends_on_what_defines_the_point_and_on_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = config.compose([]).point_name
+    monkeypatch.chdir(tmp_path)
+    assert config.compose(["train.log_every=3", "paths.outputs=/elsewhere", "tracker=wandb"]).point_name == name
+    assert config.compose(["optim.lr=1e-3"]).point_name != name
+    assert config.compose(["seed=7"]).point_name != name
