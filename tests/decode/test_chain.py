@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import LAYER_IDS, OracleHead, RandomHead, prompts, tiny_target
 from torch import Tensor
 
 from eagle3_train.decode import loop, sampling
 from eagle3_train.decode.chain import decode_chain
 from eagle3_train.decode.loop import Generation, decode_plain
 from eagle3_train.decode.runner import TargetRunner
+from tests.heads import LAYER_IDS, OracleHead, RandomHead, prompts, tiny_target
 
 NEW = 40
 

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from heads import LAYER_IDS, VOCAB, tiny_target
 from torch import Tensor
 
 from eagle3_train.decode.cache import GROWTH, RollbackCache, check_rollback
 from eagle3_train.decode.loop import ancestors
 from eagle3_train.decode.runner import TargetRunner
+from tests.heads import LAYER_IDS, VOCAB, tiny_target
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)  # fp32; the states' size is about 100
 TEXT = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(3))
