@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3_train.drafts.batch import DraftBatch
+from eagle3_train.drafts.vocab import DraftVocab
 
 
 class TargetPart(Protocol):
@@ -66,6 +67,9 @@ class Draft(nn.Module):
     """A draft head: parameters, the training forward, teacher-forced prediction, and drafting steps for decoding."""
 
     steps: int  # K
+    n_layers: int  # states of the target that a batch carries (inputs and the final one)
+    hidden_size: int  # of the target
+    vocab: DraftVocab
     frozen_parameters: int  # of the target, used and not trained
 
     def forward(self, batch: DraftBatch, loss: StepLoss) -> Tensor:

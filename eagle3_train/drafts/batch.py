@@ -45,10 +45,9 @@ class DraftBatch:
 
     @classmethod
     def collate(cls, sequences: Iterable[SequenceLike], device: torch.device, dtype: torch.dtype) -> DraftBatch:
-        """Lay sequences end to end. An empty batch is allowed: a rank may have no share of a small global batch."""
+        """Lay sequences end to end; at least one."""
         items = list(sequences)
-        if not items:
-            raise ValueError("a batch needs at least one sequence")
+        assert items, "a rank without a share of the global batch takes DraftBatch.placeholder"
         starts = [0]
         for s in items:
             starts.append(starts[-1] + len(s.input_ids))
@@ -62,6 +61,18 @@ class DraftBatch:
             target_argmax=ids([s.target_argmax for s in items]),
             loss_mask=np.concatenate([s.loss_mask for s in items]).astype(bool),
             starts=starts,
+        )
+
+    @classmethod
+    def placeholder(cls, n_layers: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> DraftBatch:
+        """One token, nothing supervised: what a rank without a share of a small global batch computes, so that all
+        ranks take part in every collective. Its loss and its gradients are zero."""
+        return cls(
+            input_ids=torch.zeros(1, dtype=torch.int64, device=device),
+            hidden=torch.zeros(1, n_layers, hidden_size, dtype=dtype, device=device),
+            target_argmax=torch.full((1,), -1, device=device),
+            loss_mask=np.zeros(1, bool),
+            starts=[0, 1],
         )
 
 

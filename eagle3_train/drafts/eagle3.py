@@ -164,6 +164,7 @@ class Eagle3(Draft):
         self.attention = cfg.attention
         self.vocab = vocab
         self.dims = dims = Dims.of_target(target.config)
+        self.n_layers, self.hidden_size = n_inputs + 1, dims.hidden
         self.fc = nn.Linear(n_inputs * dims.hidden, dims.hidden, bias=False)
         self.layers = nn.ModuleList([Layer(dims)])
         self.norm = RMSNorm(dims.hidden, dims.eps)

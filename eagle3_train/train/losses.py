@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,13 +54,13 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
 class Objective:
     """The loss of one batch, called by the head once a step; keeps sums for the log.
 
-    counts: [K] rows that count at each step, over the whole *global* batch. steps without any row add nothing.
+    counts: [K] rows that count at each step, over the whole *global* batch. Steps without any row add nothing.
     """
 
-    def __init__(self, counts: Tensor, step_weight: float, oov: str) -> None:
+    def __init__(self, counts: np.ndarray, step_weight: float, oov: str, device: torch.device) -> None:
         self.scales = [step_weight**i / n if n else 0.0 for i, n in enumerate(counts.tolist())]
         self.oov = oov
-        self.ce_sums = torch.zeros(len(counts), dtype=torch.float64)
+        self.ce_sums = torch.zeros(len(counts), dtype=torch.float64, device=device)
 
     def select(self, kept: Tensor) -> Tensor | None:
         return kept if self.oov == "drop" else None
@@ -69,15 +70,15 @@ class Objective:
             loss, ce = _LinearSoftCrossEntropy.apply(
                 hidden, lm_head, targets, target_rows, self.scales[step], torch.is_grad_enabled()
             )
-        self.ce_sums[step] += ce.sum().item()
+        self.ce_sums[step] += ce.sum()
         return loss
 
 
 class Validation(Objective):
     """The objective on held-out data, with the KL divergence and the greedy agreement of each step. No gradients."""
 
-    def __init__(self, counts: Tensor, step_weight: float, oov: str) -> None:
-        super().__init__(counts, step_weight, oov)
+    def __init__(self, counts: np.ndarray, step_weight: float, oov: str, device: torch.device) -> None:
+        super().__init__(counts, step_weight, oov, device)
         self.entropy_sums = torch.zeros_like(self.ce_sums)
         self.agreed = torch.zeros_like(self.ce_sums)
 
@@ -85,7 +86,7 @@ class Validation(Objective):
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
             p = targets[target_rows[part]].to(torch.promote_types(targets.dtype, torch.float32))
-            self.entropy_sums[step] += torch.special.entr(p).sum().item()
+            self.entropy_sums[step] += torch.special.entr(p).sum()
             guess = (hidden[part] @ lm_head.T.to(hidden.dtype)).argmax(-1)
-            self.agreed[step] += (guess == p.argmax(-1)).sum().item()
+            self.agreed[step] += (guess == p.argmax(-1)).sum()
         return super().__call__(step, hidden, lm_head, targets, target_rows)

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3_train.drafts import supervised_counts
+from eagle3_train.drafts import DraftBatch, supervised_counts
 from eagle3_train.train.losses import Objective, Validation
 from tests.drafts.reference import Reference
 from tests.drafts.tiny import THETA, H, TinyTarget, tiny_batch, tiny_head, tiny_sequence, tiny_sequences
+
+CPU = torch.device("cpu")
+
+
+def objective(counts, oov):
+    return Objective(counts, 0.8, oov, CPU)
 
 
 def counts_of(head, batch, oov):
@@ -25,7 +31,7 @@ def test_loss_and_every_gradient_equal_the_reference(attention: str, oov: str) -
     assert (counts_of(head, batch, oov) == counts).all()
     assert counts[0] > counts[-1] > 0  # the batch reaches the last step, with fewer rows
     expected_grads = torch.autograd.grad(expected, list(head.parameters()))
-    loss = head(batch, Objective(torch.from_numpy(counts), 0.8, oov))
+    loss = head(batch, objective(counts, oov))
     grads = torch.autograd.grad(loss, list(head.parameters()))
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
     for (name, _), grad, wanted in zip(head.named_parameters(), grads, expected_grads, strict=True):
@@ -38,9 +44,7 @@ def test_head_shapes(heads: tuple[int, int, int]) -> None:
     target = TinyTarget(*heads)
     head, batch = tiny_head(target=target, steps=3), tiny_batch()
     expected, counts = Reference(head, THETA).loss(batch, 0.8, False)
-    torch.testing.assert_close(
-        head(batch, Objective(torch.from_numpy(counts), 0.8, "keep")), expected, rtol=1e-11, atol=0
-    )
+    torch.testing.assert_close(head(batch, objective(counts, "keep")), expected, rtol=1e-11, atol=0)
 
 
 def test_documents_do_not_see_each_other() -> None:
@@ -49,9 +53,8 @@ def test_documents_do_not_see_each_other() -> None:
     together = head.predict(tiny_batch())
     assert torch.equal(together, torch.cat([head.predict(b) for b in alone]))
     counts = counts_of(head, tiny_batch(), "drop")
-    objective = lambda: Objective(torch.from_numpy(counts), 0.8, "drop")  # noqa: E731
-    parts = sum(head(b, objective()) for b in alone)
-    torch.testing.assert_close(parts, head(tiny_batch(), objective()), rtol=1e-12, atol=0)
+    parts = sum(head(b, objective(counts, "drop")) for b in alone)
+    torch.testing.assert_close(parts, head(tiny_batch(), objective(counts, "drop")), rtol=1e-12, atol=0)
 
 
 def test_prediction_is_the_reference_argmax() -> None:
@@ -117,23 +120,23 @@ def test_target_initialised_layer_is_the_targets_last_layer() -> None:
 def test_validation_reports_divergence_and_agreement() -> None:
     head, batch = tiny_head(), tiny_batch()
     counts = counts_of(head, batch, "keep")
-    objective = Validation(torch.from_numpy(counts), 0.8, "keep")
+    measured = Validation(counts, 0.8, "keep", CPU)
     with torch.no_grad():
-        loss = head(batch, objective)
-    ce = objective.ce_sums.numpy() / counts
-    kl = ce - objective.entropy_sums.numpy() / counts
+        loss = head(batch, measured)
+    ce = measured.ce_sums.numpy() / counts
+    kl = ce - measured.entropy_sums.numpy() / counts
     np.testing.assert_allclose(float(loss), sum(0.8**i * c for i, c in enumerate(ce)))
     assert (kl > 0).all()
-    assert (objective.agreed.numpy() <= counts).all()
+    assert (measured.agreed.numpy() <= counts).all()
 
 
 def test_bf16_stays_near_fp64() -> None:
     exact = tiny_head()
-    counts = torch.from_numpy(counts_of(exact, tiny_batch(), "keep"))
-    wanted = exact(tiny_batch(), Objective(counts, 0.8, "keep"))
+    counts = counts_of(exact, tiny_batch(), "keep")
+    wanted = exact(tiny_batch(), objective(counts, "keep"))
     head = tiny_head(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = head(tiny_batch(dtype=torch.bfloat16), Objective(counts, 0.8, "keep"))
+        loss = head(tiny_batch(dtype=torch.bfloat16), objective(counts, "keep"))
     loss.backward()
     assert abs(loss.item() - wanted.item()) < 0.03 * wanted.item()
     assert all(
@@ -146,7 +149,17 @@ def test_flops_count_gemms() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     head, batch = tiny_head(steps=3), tiny_batch()
-    counts = torch.from_numpy(counts_of(head, batch, "keep"))
+    counts = counts_of(head, batch, "keep")
     with FlopCounterMode(display=False) as counter:
-        head(batch, Objective(counts, 0.8, "keep")).backward()
+        head(batch, objective(counts, "keep")).backward()
     assert 0.9 < head.flops(batch) / counter.get_total_flops() < 1.25
+
+
+def test_a_placeholder_costs_nothing_and_takes_part() -> None:
+    """A rank without a share: zero loss, and a (zero) gradient for every parameter, so that collectives match."""
+    head, batch = tiny_head(), tiny_batch()
+    counts = counts_of(head, batch, "keep")
+    loss = head(DraftBatch.placeholder(4, H, CPU, torch.float64), objective(counts, "keep"))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
