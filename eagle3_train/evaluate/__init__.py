@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle3_train.evaluate.decode import decode_tasks
-from eagle3_train.evaluate.measure import measure
+from eagle3_train.evaluate.point import measure
 from eagle3_train.evaluate.records import Record
 from eagle3_train.evaluate.replay import replay_tasks
 

@@ -1,4 +1,4 @@
-"""Real decoding of evaluation prompts, plain and with the draft head, side by side: acceptance, losslessness, wall time."""
+"""Real decoding of evaluation prompts, plain and drafted, side by side: acceptance, losslessness, wall time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode_tasks(
     *,
     show: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Decode the first `prompts` prompts of each task, up to its `new_tokens`, plainly and with a chain of `steps` drafts.
+    """Decode the first `prompts` prompts of each task, to its `new_tokens`, plainly and with a chain of `steps` drafts.
 
     The two run one after the other on each prompt, in this process, over the same runner, cache, dtype and threads, and
     take turns in going first; an untimed round warms both up.
@@ -120,8 +120,8 @@ def compare(
         gap = abs(float(logits[own[at]] - logits[drafted[at]]))
     if gap == math.inf or (runner.model.dtype == torch.float32 and gap > TIE):
         raise RuntimeError(
-            f"prompt {prompt_id!r}: speculative decoding gave token {drafted[at : at + 1]} at generated token {at} where "
-            f"the target alone gave {own[at : at + 1]} (logits {gap:.3g} apart): decoding is not lossless, this is a bug"
+            f"prompt {prompt_id!r}: at generated token {at} speculative decoding gave {drafted[at : at + 1]}, the "
+            f"target alone {own[at : at + 1]}, with logits {gap:.3g} apart: decoding is not lossless, this is a bug"
         )
     say(f"prompt {prompt_id!r}: outputs differ from generated token {at} on, by a tie (logits {gap:.2g} apart)")
     return {"lossless": False, "first_difference": at, "logit_gap": gap}

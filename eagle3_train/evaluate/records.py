@@ -1,4 +1,4 @@
-"""One record a prompt, whichever way it was measured: counts that add up, so that any mean is a ratio of sums. No torch."""
+"""One record a prompt, however it was measured: counts that add up, so that means are ratios of sums. No torch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Record:
     def of_cycles(cls, accepted: Sequence[int], steps: int, **fields: Any) -> Record:
         """From the accepted drafts of each cycle: a cycle emits one token more than it accepts.
 
-        Position i of a cycle was compared if all earlier ones were accepted and a further token was to come after it: the
-        transcript's last token is never a draft, since its cycle emits it whatever the draft says. So a cycle with r tokens
-        left compares at most min(K, r - 1) drafts.
+        Position i of a cycle was compared if all earlier ones were accepted and a further token was to come after it:
+        the transcript's last token is never a draft, since its cycle emits it whatever the draft says. So a cycle with
+        r tokens left compares at most min(K, r - 1) drafts.
         """
         drafted_at, accepted_at = [0] * steps, [0] * steps
         tokens = sum(accepted) + len(accepted)

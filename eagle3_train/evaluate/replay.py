@@ -1,8 +1,8 @@
 """Replay: what decoding would do on transcripts that the target itself generated, without the target.
 
-A greedy draft is accepted exactly when it equals the transcript's token, and the draft of an anchor does not depend on how
-decoding came there. So one teacher-forced pass gives the accepted length of every anchor, and walking from anchor to anchor
-(accepted + 1 tokens on) gives decoding's cycles: exactly those of `decode.decode_chain` in the same arithmetic.
+A greedy draft is accepted exactly when it equals the transcript's token, and the draft of an anchor does not depend on
+how decoding came there. So one teacher-forced pass gives the accepted length of every anchor, and walking from anchor
+to anchor (accepted + 1 tokens on) gives decoding's cycles: those of `decode.decode_chain`, in the same arithmetic.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def accepted_runs(drafted: Tensor, input_ids: Tensor) -> Tensor:
 def walk(runs: np.ndarray, prompt_length: int) -> list[int]:
     """Accepted drafts of each cycle, from `runs [T]` of one transcript.
 
-    The prompt's forward gives the first generated token, so the first anchor is the prompt's last position. With r tokens left,
-    r - 1 can be drafts: the cycle's bonus token is one of them.
+    The prompt's forward gives the first generated token, so the first anchor is the prompt's last position. With r
+    tokens left, r - 1 can be drafts: the cycle's bonus token is one of them.
     """
     cycles = []
     last = len(runs) - 2  # the anchor whose next token is the transcript's last

@@ -1,8 +1,8 @@
 """From records to tau, alpha and speed-up with intervals. No torch.
 
-All are ratios of sums over prompts. Tokens of one prompt depend on each other, prompts do not: the bootstrap draws whole
-prompts (Efron & Tibshirani 1993, percentile interval), and the resamples of one seed are the same for every quantity and
-method, so that equal records give equal intervals.
+All are ratios of sums over prompts. Tokens of one prompt depend on each other, prompts do not: the bootstrap draws
+whole prompts (Efron & Tibshirani 1993, percentile interval), and the resamples of one seed are the same for every
+quantity and method, so that equal records give equal intervals.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Bootstrap:
 def summary_rows(records: Iterable[Record], resamples: int, seed: int) -> list[dict[str, Any]]:
     """One row a (task, temperature, method), in order of appearance.
 
-    Keys: task, temperature, method, prompts, tokens, forwards, tau, tau_lo, tau_hi, alpha, alpha_lo, alpha_hi (each [K]; null
-    where no cycle got that far); and for decoding speedup, speedup_lo, speedup_hi, plain_tokens_per_s, draft_tokens_per_s,
-    lossless (prompts whose output is the target's own).
+    Keys: task, temperature, method, prompts, tokens, forwards, tau, tau_lo, tau_hi, alpha, alpha_lo, alpha_hi (each
+    [K]; None where no cycle got that far); and for decoding speedup, speedup_lo, speedup_hi, plain_tokens_per_s,
+    draft_tokens_per_s, lossless (prompts whose output is the target's own).
     """
     groups: dict[tuple[str, float, str], list[Record]] = {}
     for r in records:
@@ -95,7 +95,7 @@ def _plain(x: np.ndarray) -> Any:
 
 
 def result_keys(records: Sequence[Record], resamples: int, seed: int) -> dict[str, Any]:
-    """What greedy records say for `result.json` (docs/architecture.md): alpha of replay, tau of each method, speed-up."""
+    """What greedy records say for `result.json` (docs/architecture.md): alpha of replay, tau by method, speed-up."""
     records = [r for r in records if r.temperature == 0]
     result: dict[str, Any] = {}
     for row in summary_rows(records, resamples, seed):
