@@ -7,9 +7,10 @@ import os
 import socket
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from eagle3_train import __version__
 
 
 def temporary_path(path: Path) -> Path:
@@ -62,7 +63,7 @@ def find_package_file(spec: str) -> Path:
 @cache
 def code_version() -> str:
     """Version of this code: the package's, and in a clone the commit (`+dirty` where files differ from it)."""
-    version = metadata.version("eagle3-train")
+    version = __version__
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return version
