@@ -114,6 +114,7 @@ class TrainConfig:
     log_every: int = 10  # steps
     checkpoint_every: int | None = 200  # steps; the last step always
     keep_last: int = 2
+    eval_every: int | None = None  # steps; validation loss and replay tau while it trains; the last step always
 
 
 @dataclass
@@ -206,7 +207,7 @@ class Config:
     def point_identity(self) -> dict[str, Any]:
         """What defines a trained draft head. Paths, logging, engines and launchers do not; all data choices do."""
         train = asdict(self.train)
-        for irrelevant in ("log_every", "checkpoint_every", "keep_last", "micro_batch_tokens"):
+        for irrelevant in ("log_every", "checkpoint_every", "keep_last", "eval_every", "micro_batch_tokens"):
             del train[irrelevant]
         corpus = asdict(self.corpus)
         del corpus["path"]

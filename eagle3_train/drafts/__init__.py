@@ -1,0 +1,29 @@
+"""Draft heads: one file each, behind the interface of `base.Draft`."""
+
+from __future__ import annotations
+
+from eagle3_train.config import DraftConfig
+from eagle3_train.drafts.base import Draft, DraftState, StepLoss, TargetPart
+from eagle3_train.drafts.batch import DraftBatch, supervised_counts
+from eagle3_train.drafts.eagle3 import Eagle3
+from eagle3_train.drafts.vocab import DraftVocab
+
+HEADS: dict[str, type[Eagle3]] = {"eagle3": Eagle3}
+
+
+def build(cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> Draft:
+    """A new draft head of `cfg.kind` for a target; `n_inputs` is the number of the target's states that it takes in."""
+    return HEADS[cfg.kind](cfg, target, vocab, n_inputs)
+
+
+__all__ = [
+    "Draft",
+    "DraftBatch",
+    "DraftState",
+    "DraftVocab",
+    "Eagle3",
+    "StepLoss",
+    "TargetPart",
+    "build",
+    "supervised_counts",
+]

@@ -1,0 +1,30 @@
+"""The hidden-state store: sharded Parquet that is verified, elastic and read row by row. Format: docs/store.md."""
+
+from .loader import Loader
+from .manifest import Index, Manifest, ShardEntry, finalize
+from .plan import BatchPlan, prefix_for_tokens
+from .reader import Store
+from .schema import CONVENTION, Sequence, StoreSpec
+from .target import TargetPart, read_target_part, write_target_part
+from .writer import ShardWriter, missing_shards, shard_name, shard_rows
+
+__all__ = [
+    "CONVENTION",
+    "BatchPlan",
+    "Index",
+    "Loader",
+    "Manifest",
+    "Sequence",
+    "ShardEntry",
+    "ShardWriter",
+    "Store",
+    "StoreSpec",
+    "TargetPart",
+    "finalize",
+    "missing_shards",
+    "prefix_for_tokens",
+    "read_target_part",
+    "shard_name",
+    "shard_rows",
+    "write_target_part",
+]

@@ -1,0 +1,8 @@
+"""Training of draft heads."""
+
+from __future__ import annotations
+
+from eagle3_train.train.loop import train
+from eagle3_train.train.setup import load_head
+
+__all__ = ["load_head", "train"]

@@ -1,0 +1,160 @@
+"""Sequences laid end to end, and which rows of them a draft head computes at each training-time-test step.
+
+No padding anywhere: `N` is the number of tokens of all documents. Shape suffixes: N tokens, R rows (anchors) of a step,
+L layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class SequenceLike(Protocol):
+    """What a batch needs of a sequence; `store.Sequence` is one."""
+
+    @property
+    def input_ids(self) -> np.ndarray: ...  # [T] int32
+    @property
+    def loss_mask(self) -> np.ndarray: ...  # [T] uint8
+    @property
+    def hidden(self) -> Tensor: ...  # [T, L, H]
+    @property
+    def target_argmax(self) -> np.ndarray: ...  # [T] int32, -1: not computed
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Documents end to end. `starts` holds their offsets: 0 first, N last."""
+
+    input_ids: Tensor  # [N] int64
+    hidden: Tensor  # [N, L, H] compute dtype; the last layer is the target's final pre-norm state
+    target_argmax: Tensor  # [N] int64: the target's most likely x_{t+1}; -1 where not computed
+    loss_mask: np.ndarray  # [N] bool, on the host: it decides shapes
+    starts: list[int]
+
+    @property
+    def n_tokens(self) -> int:
+        return self.starts[-1]
+
+    @classmethod
+    def collate(cls, sequences: Iterable[SequenceLike], device: torch.device, dtype: torch.dtype) -> DraftBatch:
+        """Lay sequences end to end; at least one."""
+        items = list(sequences)
+        assert items, "a rank without a share of the global batch takes DraftBatch.placeholder"
+        starts = [0]
+        for s in items:
+            starts.append(starts[-1] + len(s.input_ids))
+
+        def ids(arrays: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device, non_blocking=True)
+
+        return cls(
+            input_ids=ids([s.input_ids for s in items]),
+            hidden=torch.cat([s.hidden.to(dtype) for s in items]).to(device, non_blocking=True),
+            target_argmax=ids([s.target_argmax for s in items]),
+            loss_mask=np.concatenate([s.loss_mask for s in items]).astype(bool),
+            starts=starts,
+        )
+
+    @classmethod
+    def placeholder(cls, n_layers: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> DraftBatch:
+        """One token, nothing supervised: what a rank without a share of a small global batch computes, so that all
+        ranks take part in every collective. Its loss and its gradients are zero."""
+        return cls(
+            input_ids=torch.zeros(1, dtype=torch.int64, device=device),
+            hidden=torch.zeros(1, n_layers, hidden_size, dtype=dtype, device=device),
+            target_argmax=torch.full((1,), -1, device=device),
+            loss_mask=np.zeros(1, bool),
+            starts=[0, 1],
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The anchors `[first, end)` of one assistant turn at step 0, in the document that starts at `start`."""
+
+    start: int
+    first: int
+    end: int
+
+    def rows(self, step: int) -> int:
+        """Anchors that are still supervised at `step`: each step needs one more true token of the turn."""
+        return max(self.end - step - self.first, 0)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The anchors of one step, flat over all segments."""
+
+    anchors: Tensor  # [R] int64: positions t in the batch
+    positions: Tensor  # [R] int64: t's position in its document
+    keep: Tensor | None  # [R] int64: which rows of the step before these are; None at step 0
+    segments: list[tuple[int, int, int]]  # (document start, first anchor, rows), empty segments left out
+
+    def __len__(self) -> int:
+        return len(self.anchors)
+
+
+def find_segments(loss_mask: np.ndarray, starts: list[int]) -> list[Segment]:
+    """Segments of anchors, from the runs of supervised tokens (DESIGN section 5).
+
+    A run `[a, b)` of supervised tokens is one assistant turn. Anchor t at step i needs x_{t+1} .. x_{t+2+i} all inside
+    it, so step 0 has the anchors `a-1 <= t < b-2` (never before the document's start).
+    """
+    segments = []
+    for start, stop in pairwise(starts):
+        mask = np.concatenate(([0], loss_mask[start:stop].astype(np.int8), [0]))
+        edges = np.flatnonzero(np.diff(mask)) + start
+        for a, b in edges.reshape(-1, 2).tolist():
+            segment = Segment(start, max(a - 1, start), b - 2)
+            if segment.rows(0) > 0:
+                segments.append(segment)
+    return segments
+
+
+def plan_rows(segments: list[Segment], steps: int, device: torch.device) -> list[StepRows]:
+    """Rows of steps 0..K-1. Rows of step i are a subset of those of step i-1, so later steps cost less."""
+    plan: list[StepRows] = []
+    for i in range(steps):
+        anchors, positions, keep, parts = [], [], [], []
+        offset = 0
+        for s in segments:
+            n = s.rows(i)
+            if n:
+                at = np.arange(s.first, s.first + n)
+                anchors.append(at)
+                positions.append(at - s.start)
+                keep.append(np.arange(offset, offset + n))
+                parts.append((s.start, s.first, n))
+            offset += s.rows(i - 1) if i else 0
+
+        def flat(arrays: list[np.ndarray]) -> Tensor:
+            joined = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+            return torch.from_numpy(joined.astype(np.int64)).to(device, non_blocking=True)
+
+        plan.append(StepRows(flat(anchors), flat(positions), flat(keep) if i else None, parts))
+    return plan
+
+
+def supervised_counts(
+    loss_mask: np.ndarray, starts: list[int], steps: int, kept: np.ndarray | None = None
+) -> np.ndarray:
+    """Rows that count in the loss at each step, `[K]` int64; known from the masks alone, before any forward pass.
+
+    `kept` ([N] bool) marks the positions whose target distribution may supervise (`oov: drop`).
+    """
+    counts = np.zeros(steps, np.int64)
+    for s in find_segments(loss_mask, starts):
+        for i in range(steps):
+            n = s.rows(i)
+            # The distribution that supervises anchor t at step i is the target's at t + 1 + i.
+            first = s.first + 1 + i
+            counts[i] += n if kept is None else int(np.count_nonzero(kept[first : first + n]))
+    return counts

@@ -1,0 +1,95 @@
+"""Batches of a rank, read ahead by a thread while the rank computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from .plan import BatchPlan
+from .reader import Store
+from .schema import Sequence
+
+
+class Loader:
+    """Iterator of (step, sequences): `sequences[i]` is row `plan.rank_rows(step, rank, world)[i]` of the store.
+
+    A thread keeps at most `prefetch` batches ready; what goes wrong in it is raised where the batch is asked for.
+    `waited_s`: seconds that the consumer has waited for data. Memory: `prefetch` + 2 batches of this rank.
+    Use it as a context manager, or call `close`: it ends the thread, also in the middle.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        plan: BatchPlan,
+        rank: int = 0,
+        world: int = 1,
+        start_step: int = 0,
+        prefetch: int = 2,
+        readers: int = 1,
+    ) -> None:
+        """`readers`: threads that read rows at once; more than one pays off where latency does, e.g. on s3://."""
+        if len(plan.lengths) > len(store):
+            raise ValueError(f"the plan covers {len(plan.lengths)} rows and the store holds {len(store)}")
+        if prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}: at least one batch is read ahead")
+        self.waited_s = 0.0
+        self._store, self._plan = store, plan
+        self._rank, self._world, self._start, self._readers = rank, world, start_step, readers
+        self._queue: queue.Queue[tuple[int, list[Sequence]] | BaseException | None] = queue.Queue(prefetch)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[int, list[Sequence]]]:
+        return self
+
+    def __next__(self) -> tuple[int, list[Sequence]]:
+        if self._closed.is_set():
+            raise StopIteration
+        began = time.perf_counter()
+        item = self._queue.get()
+        self.waited_s += time.perf_counter() - began
+        if isinstance(item, tuple):
+            return item
+        self.close()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """End the thread and let go of what it has read. May be called twice."""
+        self._closed.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.02)  # it may wait for room
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            for step in range(self._start, len(self._plan)):
+                rows = self._plan.rank_rows(step, self._rank, self._world)
+                sequences = []
+                for sequence in self._store.read(rows, self._readers):
+                    if self._closed.is_set():
+                        return
+                    sequences.append(sequence)
+                self._queue.put((step, sequences))
+                if self._closed.is_set():
+                    return
+            self._queue.put(None)
+        except BaseException as e:  # raised in the consumer
+            self._queue.put(e)

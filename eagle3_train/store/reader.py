@@ -1,0 +1,188 @@
+"""Read a store: open it from its manifest and index alone, then stream any rows in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from .folder import Folder, RangeReader
+from .manifest import Index, Manifest
+from .schema import DTYPES, HIDDEN, Sequence, StoreSpec, arrow_schema
+from .writer import PREFIX, remedy
+
+CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
+OPEN_SHARDS = 128
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Store:
+    """A finished store. `store[i]` and `read(rows)` give sequences; rows are numbered in the store's global order.
+
+    Every row's hidden states are one exact byte range of a shard, so a rank reads its own rows and nothing around them.
+    The small columns are decoded a row group at a time and kept in a small cache. Threads may share a store.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.index = Index(folder, manifest)
+        self._columns = [f.name for f in arrow_schema(manifest.spec) if f.name != HIDDEN]
+        self._shards: _Cache[int, _Shard] = _Cache(OPEN_SHARDS, lambda _: 1)
+        self._groups: _Cache[tuple[int, int], _Group] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """Reads the manifest and the index's footer; no shard. ValueError says what is wrong and the way out."""
+        folder = Folder(path)
+        return cls(folder, Manifest.read(folder))
+
+    @property
+    def spec(self) -> StoreSpec:
+        return self.manifest.spec
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def expect(self, **wanted: Any) -> None:
+        """Compare fields of the spec (`target_hash=`, `tokenizer_hash=`, `layer_ids=`, `dtype=` ...) before any work.
+
+        ValueError lists what differs. An unknown name is the caller's error (AttributeError).
+        """
+        differences = []
+        for name, value in wanted.items():
+            found = getattr(self.spec, name)
+            if name == "layer_ids":
+                value = tuple(value)
+            if found != value:
+                differences.append(f"{name}: the store has {found!r}, this run wants {value!r}")
+        if differences:
+            raise ValueError(
+                f"store {self.folder.uri} does not fit: {'; '.join(differences)}. Point paths.store at a store "
+                "captured with this configuration, or capture one (eagle3 capture) into an empty folder"
+            )
+
+    def __getitem__(self, row: int) -> Sequence:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a store of {len(self)} rows")
+        index = self.index
+        shard = self._shards.get(int(index.shard[row]), self._open_shard)
+        group = self._groups.get(
+            (shard.number, int(index.row_group[row])), lambda key: shard.group(key[1], self._columns)
+        )
+        n_tokens = int(index.n_tokens[row])
+        values = group.row(int(index.row[row]))
+        if len(values["input_ids"]) != n_tokens:
+            raise ValueError(f"{shard.where} does not hold what the index says of row {row}: {remedy(shard.where)}")
+        hidden = shard.hidden(int(index.offset[row]), n_tokens * self.spec.token_bytes)
+        shape = (n_tokens, len(self.spec.layer_ids), self.spec.hidden_size)
+        return Sequence(hidden=hidden.view(DTYPES[self.spec.dtype]).view(shape), **values)
+
+    def _open_shard(self, number: int) -> _Shard:
+        return _Shard(self.folder, self.manifest, number)
+
+    def read(self, rows: Iterable[int], readers: int = 1) -> Iterator[Sequence]:
+        """Sequences of `rows`, in that order. `readers` > 1 threads hide the latency of an object store or a disk."""
+        if readers == 1:
+            for row in rows:
+                yield self[int(row)]
+            return
+        ahead: deque[Future[Sequence]] = deque()
+        with ThreadPoolExecutor(readers, "store-reader") as pool:
+            try:
+                for row in rows:
+                    ahead.append(pool.submit(self.__getitem__, int(row)))
+                    if len(ahead) >= readers:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()
+
+
+class _Shard:
+    """An open shard. It is closed when the last thread that uses it lets go."""
+
+    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
+        entry = manifest.shards[number]
+        self.number, self.where = number, folder.show(entry.name)
+        try:
+            self._ranges = RangeReader(folder, entry.name)
+            file = folder.open(entry.name)
+        except FileNotFoundError as e:
+            raise ValueError(f"{self.where} is missing: run eagle3 capture again, it redoes that shard alone") from e
+        if file.size() != entry.bytes:
+            raise ValueError(
+                f"{self.where} has {file.size()} bytes, the manifest says {entry.bytes} (cut, or of another capture): "
+                f"{remedy(self.where)}"
+            )
+        self._parquet = pq.ParquetFile(file, pre_buffer=not folder.is_local)
+        self._lock = threading.Lock()  # a Parquet reader is not for two threads at once
+
+    def group(self, number: int, columns: list[str]) -> _Group:
+        with self._lock:
+            return _Group(self._parquet.read_row_group(number, columns, use_threads=False))
+
+    def hidden(self, offset: int, size: int) -> torch.Tensor:
+        """The `size` bytes of one row, uint8 [size]."""
+        try:
+            head, data = self._ranges.read(offset, PREFIX.size, size)
+        except EOFError as e:
+            raise ValueError(f"{e}: {remedy(self.where)}") from e
+        if PREFIX.unpack(head) != (size,):
+            raise ValueError(f"{self.where} does not hold a row at byte {offset}: {remedy(self.where)}")
+        return data
+
+
+class _Group:
+    """The small columns of one row group, decoded."""
+
+    def __init__(self, table: pa.Table) -> None:
+        columns = {name: table[name].combine_chunks() for name in table.column_names}
+        self._scalars = {name: columns[name].to_pylist() for name in ("sample_id", "source")}
+        lists = {name: column for name, column in columns.items() if pa.types.is_list(column.type)}
+        self._lists = {name: (c.offsets.to_numpy(), c.values.to_numpy()) for name, c in lists.items()}
+        self.nbytes = table.nbytes
+
+    def row(self, i: int) -> dict[str, Any]:
+        """Keyword arguments of `Sequence` other than `hidden`; arrays are copies, writable."""
+        values: dict[str, Any] = {name: column[i] for name, column in self._scalars.items()}
+        for name, (offsets, flat) in self._lists.items():
+            values[name] = flat[offsets[i] : offsets[i + 1]].copy()
+        return values
+
+
+class _Cache(Generic[K, V]):
+    """The most recently used values up to a total weight, from any thread; a value may be made twice at once."""
+
+    def __init__(self, capacity: int, weight: Callable[[V], int]) -> None:
+        self._capacity, self._weight = capacity, weight
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._total = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: K, make: Callable[[K], V]) -> V:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make(key)
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                self._total += self._weight(value)
+            while self._total > self._capacity and len(self._values) > 1:
+                self._total -= self._weight(self._values.popitem(last=False)[1])
+        return value

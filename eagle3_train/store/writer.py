@@ -1,0 +1,253 @@
+"""Write shards. A shard is a Parquet file that is whole or not there, and whose bytes depend on its rows alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import xxhash
+
+from .folder import Folder
+from .schema import CONTENT_KEY, DTYPES, HIDDEN, MAX_ROW_BYTES, SPEC_KEY, Sequence, StoreSpec, arrow_schema
+
+MAX_ROW_GROUP_ROWS = 8192  # Arrow begins a new page after 20,000 rows, and a row group must stay one page
+PREFIX = struct.Struct("<I")  # Parquet's PLAIN encoding of a byte array: its length, then its bytes
+
+
+def shard_name(shard: int, n_shards: int) -> str:
+    return f"shard-{shard:05d}-of-{n_shards:05d}.parquet"
+
+
+def shard_rows(n_rows: int, n_shards: int, shard: int) -> range:
+    """Rows of the global order that a shard holds: contiguous blocks whose sizes differ by at most one."""
+    return range(n_rows * shard // n_shards, n_rows * (shard + 1) // n_shards)
+
+
+def missing_shards(
+    path: str | Path, n_shards: int, spec: StoreSpec | None = None, allow: Iterable[str] = ()
+) -> list[int]:
+    """Shards still to be captured. A shard that is there is whole, so it is never redone.
+
+    With `spec`: ValueError if a shard was written under another one (fields in `allow` may differ).
+    """
+    folder = Folder(path)
+    present = folder.sizes()
+    if spec is not None:
+        for shard in range(n_shards):
+            if (name := shard_name(shard, n_shards)) in present:
+                check_spec(read_spec(folder, name), spec, folder.show(name), allow)
+    return [s for s in range(n_shards) if shard_name(s, n_shards) not in present]
+
+
+def read_spec(folder: Folder, name: str) -> StoreSpec:
+    """The spec a shard was written under; ValueError where it is no whole shard."""
+    with folder.open(name) as f:
+        return spec_of(read_footer(f, folder.show(name)), folder.show(name))
+
+
+def read_footer(file: pa.NativeFile, where: str) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(file)
+    except (pa.ArrowException, OSError) as e:
+        raise ValueError(f"{where} is no whole Parquet file ({e}): {remedy(where)}") from e
+
+
+def spec_of(metadata: pq.FileMetaData, where: str) -> StoreSpec:
+    values = metadata.metadata or {}
+    if SPEC_KEY not in values or CONTENT_KEY not in values:
+        raise ValueError(f"{where} was not written by this package: {remedy(where)}")
+    return StoreSpec.from_json(json.loads(values[SPEC_KEY]), where)
+
+
+def check_spec(found: StoreSpec, wanted: StoreSpec, where: str, allow: Iterable[str] = ()) -> None:
+    if differences := found.differences(wanted, tuple(allow)):
+        raise ValueError(f"{where} was captured under another spec ({'; '.join(differences)}): {remedy(where)}")
+
+
+def remedy(where: str) -> str:
+    """What to do about one bad shard."""
+    return f"delete it and run the capture again (eagle3 capture), which redoes the missing shards alone: rm {where}"
+
+
+def hidden_start(column: pq.ColumnChunkMetaData, payload: int) -> int:
+    """Offset in the file of the first row's length prefix in a row group's hidden column.
+
+    The column chunk is one page, uncompressed and PLAIN: a page header, then `payload` bytes of (length, bytes) pairs
+    to its end. That makes every row addressable by the index alone, with no Parquet decoding at all.
+    """
+    header = column.total_compressed_size - payload
+    if not 0 < header < 128 or column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
+        raise ValueError(
+            f"hidden column is not a single plain page ({header} bytes besides its {payload} bytes of rows)"
+        )
+    return column.data_page_offset + header
+
+
+class ShardWriter:
+    """Context manager that writes one shard of a store; the shard appears when the block ends without an exception.
+
+    Sequences are added in the global order, exactly `shard_rows(...)` many. Memory: twice a row group. Any number of
+    processes may write any shards at once, even the same one: it is then written twice, with equal bytes.
+    """
+
+    def __init__(self, path: str | Path, shard: int, spec: StoreSpec) -> None:
+        if not 0 <= shard < spec.n_shards:
+            raise ValueError(f"shard {shard} of {spec.n_shards}: choose 0 to {spec.n_shards - 1}")
+        self.spec, self.name = spec, shard_name(shard, spec.n_shards)
+        self.expected_rows = len(shard_rows(spec.n_rows, spec.n_shards, shard))
+        self.rows = self.tokens = self.supervised = 0
+        self._folder = Folder(path)
+        self._limit = spec.row_group_mib << 20
+        self._schema = arrow_schema(spec)
+        self._group: list[Sequence] = []  # their hidden states are in the buffer already
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # hidden states of the row group, reused from group to group
+        self._used = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ShardWriter:
+        self._sink = _HashingSink(self._stack.enter_context(self._folder.create(self.name)))
+        self._parquet = pq.ParquetWriter(
+            self._sink,
+            self._schema,
+            compression="NONE",
+            use_dictionary=False,
+            write_statistics=False,
+            data_page_size=1 << 40,  # never reached: a row group is one page a column
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            with self._stack:
+                self._finish()
+        else:  # `Folder.create` is handed the exception and removes the unfinished file
+            self._sink.discard = True
+            self._parquet.close()
+            self._stack.__exit__(kind, error, trace)
+
+    def add(self, sequence: Sequence) -> None:
+        """Append one sequence. Its hidden states are cast to the store's dtype, on whatever device they are."""
+        self._check(sequence)
+        spec = self.spec
+        size = sequence.n_tokens * spec.token_bytes
+        if self._group and (self._used + size > self._limit or len(self._group) >= MAX_ROW_GROUP_ROWS):
+            self._flush()
+        if self._used + size > len(self._buffer):
+            grown = torch.empty(max(self._used + size, self._limit), dtype=torch.uint8)
+            grown[: self._used] = self._buffer[: self._used]
+            self._buffer = grown
+        stored = self._buffer[self._used : self._used + size].view(DTYPES[spec.dtype]).view(sequence.hidden.shape)
+        stored.copy_(sequence.hidden)
+        low, high = torch.aminmax(stored)  # NaN propagates; 20 times the speed of isfinite().all()
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise ValueError(
+                f"sample {sequence.sample_id!r}: hidden states are not finite as {spec.dtype} (range {low} to {high})"
+                + (
+                    "; store.dtype=bf16 has the range"
+                    if spec.dtype == "fp16"
+                    else "; look at the target's forward pass"
+                )
+            )
+        self._used += size
+        self._group.append(sequence)
+        self.rows += 1
+        self.tokens += sequence.n_tokens
+        self.supervised += sequence.n_supervised
+
+    def _check(self, sequence: Sequence) -> None:
+        spec, name = self.spec, f"sample {sequence.sample_id!r}"
+        n = sequence.n_tokens
+        if n == 0:
+            raise ValueError(f"{name} has no tokens: leave it out of the corpus")
+        shape = (n, len(spec.layer_ids), spec.hidden_size)
+        if tuple(sequence.hidden.shape) != shape:
+            raise ValueError(f"{name}: hidden states have shape {tuple(sequence.hidden.shape)}, the spec says {shape}")
+        for column in ("loss_mask", "target_argmax", "target_logsumexp"):
+            values = getattr(sequence, column)
+            if (values is not None or column != "target_logsumexp" or spec.logsumexp) and np.shape(values) != (n,):
+                raise ValueError(f"{name}: {column} has shape {np.shape(values)}, its {n} tokens need ({n},)")
+        if n * spec.token_bytes > MAX_ROW_BYTES:
+            raise ValueError(
+                f"{name}: {n} tokens are {n * spec.token_bytes / 2**30:.2f} GiB of hidden states, and Parquet holds "
+                f"less than 2 GiB a value: corpus.max_length={MAX_ROW_BYTES // spec.token_bytes} is the most here"
+            )
+        if self.rows >= self.expected_rows:
+            raise ValueError(f"{self.name} takes {self.expected_rows} rows, and {name} is one more")
+
+    def _flush(self) -> None:
+        group, n = self._group, len(self._group)
+        lengths = np.array([s.n_tokens for s in group], np.int64)
+
+        def tokens(column: str) -> pa.Array:
+            kind = self._schema.field(column).type
+            values = np.concatenate([np.asarray(getattr(s, column)) for s in group])
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            flat = pa.array(values.astype(kind.value_type.to_pandas_dtype(), copy=False))
+            return pa.ListArray.from_buffers(kind, n, [None, pa.py_buffer(offsets)], children=[flat])
+
+        offsets = np.concatenate([[0], np.cumsum(lengths * self.spec.token_bytes)])
+        hidden = [None, pa.py_buffer(offsets), pa.py_buffer(self._buffer[: self._used].numpy())]
+        columns: dict[str, Any] = {
+            "sample_id": pa.array([s.sample_id for s in group], pa.string()),
+            "source": pa.array([s.source for s in group], pa.string()),
+            "n_tokens": pa.array(lengths, pa.int32()),
+            "n_supervised": pa.array([s.n_supervised for s in group], pa.int32()),
+            HIDDEN: pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, hidden),
+        }
+        arrays = [columns[f.name] if f.name in columns else tokens(f.name) for f in self._schema]
+        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=n)
+        self._group, self._used = [], 0
+
+    def _finish(self) -> None:
+        if self._group:
+            self._flush()
+        if self.rows != self.expected_rows:
+            raise ValueError(f"{self.name} takes {self.expected_rows} rows, and {self.rows} were added")
+        content = {
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised,
+            "data_bytes": self._sink.written,
+            "data_checksum": self._sink.hash.hexdigest(),
+        }
+        self._parquet.add_key_value_metadata({CONTENT_KEY: json.dumps(content)})
+        self._parquet.close()
+
+
+class _HashingSink:
+    """What Arrow writes into: hashes the bytes on their way, so that nobody reads them again to have a checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.hash = xxhash.xxh3_128()
+        self.written = 0
+        self.closed = self.discard = False
+
+    def write(self, data: bytes) -> int:
+        if self.discard:
+            return len(data)
+        self.hash.update(data)
+        left = memoryview(data)
+        while left:  # an unbuffered file takes at most 2 GiB at once
+            left = left[self._file.write(left) :]
+        self.written += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.written
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True  # the file is closed by its owner, after fsync

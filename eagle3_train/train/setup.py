@@ -1,0 +1,50 @@
+"""From a configuration to the things that the loop works on: store, draft vocabulary, draft head."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from eagle3_train import drafts
+from eagle3_train.config import Config
+from eagle3_train.drafts import Draft, DraftVocab
+from eagle3_train.store import Store, read_target_part
+from eagle3_train.train import checkpoint
+
+
+def open_store(cfg: Config) -> Store:
+    """The training store, checked against the configuration before any work."""
+    store = Store.open(cfg.paths.store)
+    store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
+    if cfg.capture.layer_ids is not None:
+        store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
+    if cfg.data.sequences > len(store):
+        raise ValueError(
+            f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, the store {cfg.paths.store} holds {len(store)}: "
+            f"capture {cfg.data.sequences - len(store)} more (corpus.sequences={cfg.data.sequences}, then eagle3 prepare and "
+            "eagle3 capture), or lower data.scale"
+        )
+    return store
+
+
+def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
+    """A newly initialised head in fp32; the same on every rank, by `cfg.seed`."""
+    part = read_target_part(cfg.paths.store)
+    vocab = DraftVocab.from_counts(store.token_counts(), cfg.draft.vocab_size)
+    torch.manual_seed(cfg.seed)
+    return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+
+
+def load_head(cfg: Config, device: torch.device) -> Draft:
+    """The trained head of a point, from its newest checkpoint. ValueError where there is none."""
+    found = checkpoint.newest(cfg.point_dir / "checkpoints")
+    if found is None:
+        raise ValueError(f"{cfg.point_dir} holds no checkpoint: train this point first (eagle3 train, same options)")
+    head = build_head(cfg, open_store(cfg), device)
+    head.load_state_dict(found.weights(), strict=True)
+    return head.eval()
+
+
+def in_vocabulary(target_argmax: np.ndarray, head: Draft) -> np.ndarray:
+    """[N] bool on the host: positions whose target argmax lies in the draft vocabulary (see Draft.kept_targets)."""
+    return (target_argmax >= 0) & head.vocab.t2d[np.maximum(target_argmax, 0)]

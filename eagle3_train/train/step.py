@@ -1,0 +1,60 @@
+"""One optimizer step: count what counts over the global batch, then forward and backward of each micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eagle3_train.drafts import Draft, DraftBatch, supervised_counts
+from eagle3_train.store import Sequence
+from eagle3_train.train.distributed import World
+from eagle3_train.train.engines import Engine
+from eagle3_train.train.losses import Objective
+from eagle3_train.train.setup import in_vocabulary
+
+
+@dataclass
+class StepResult:
+    """Of the global batch: all ranks hold the same numbers."""
+
+    loss: float  # sum_i w^i CE_i
+    loss_steps: list[float]  # CE_i
+    rows: int  # that counted at step 0
+    tokens: int
+    flops: float
+    grad_norm: float
+
+
+def batch_counts(sequences: list[Sequence], head: Draft, oov: str) -> np.ndarray:
+    """[K] int64: rows of these sequences that count in the loss at each step. From masks alone, before any forward."""
+    total = np.zeros(head.steps, np.int64)
+    for s in sequences:
+        kept = in_vocabulary(s.target_argmax, head) if oov == "drop" else None
+        total += supervised_counts(s.loss_mask, [0, s.n_tokens], head.steps, kept)
+    return total
+
+
+def train_step(
+    engine: Engine, micro_batches: list[list[Sequence]], lr: float, step_weight: float, oov: str, world: World
+) -> StepResult:
+    """The same update for every split of a global batch into micro-batches and ranks (up to rounding)."""
+    head, device = engine.head, engine.device
+    local = batch_counts([s for part in micro_batches for s in part], head, oov)
+    counts = world.sum(local)
+    objective = Objective(counts, step_weight, oov, device)
+    loss = torch.zeros((), device=device)
+    flops, tokens = 0.0, 0
+    for number, part in enumerate(micro_batches):
+        if part:
+            batch = DraftBatch.collate(part, device, engine.dtype)
+            flops += head.flops(batch)
+            tokens += batch.n_tokens
+        else:
+            batch = DraftBatch.placeholder(head.n_layers, head.hidden_size, device, engine.dtype)
+        loss = loss + engine.backward(batch, objective, last=number == len(micro_batches) - 1)
+    grad_norm = engine.step(lr)
+    sums = world.sum(np.concatenate([objective.ce_sums.cpu().numpy(), [float(loss), flops, tokens]]))
+    ce = sums[: head.steps] / np.maximum(counts, 1)
+    return StepResult(float(sums[-3]), ce.tolist(), int(counts[0]), int(sums[-1]), float(sums[-2]), grad_norm)

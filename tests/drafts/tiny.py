@@ -1,0 +1,95 @@
+"""Small random targets and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3_train.config import DraftConfig
+from eagle3_train.drafts import DraftBatch, DraftVocab, Eagle3, build
+
+V, H = 29, 24
+THETA = 1234.0
+
+
+@dataclass
+class TinySequence:
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    hidden: Tensor
+    target_argmax: np.ndarray
+
+
+@dataclass
+class TinyTarget:
+    """Satisfies drafts.TargetPart."""
+
+    n_heads: int = 4
+    n_kv: int = 2
+    head_dim: int = 6
+    config: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(5)
+        self.config = {
+            "hidden_size": H, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv,
+            "head_dim": self.head_dim, "intermediate_size": 40, "rms_norm_eps": 1e-5, "vocab_size": V,
+            "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+        }  # fmt: skip
+        self.embed_tokens = torch.randn(V, H, generator=g)
+        self.lm_head = torch.randn(V, H, generator=g)
+        self.norm_weight = 1 + 0.1 * torch.randn(H, generator=g)
+        width = self.n_heads * self.head_dim
+        shapes = {
+            "input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,),
+            "self_attn.q_proj.weight": (width, H), "self_attn.k_proj.weight": (self.n_kv * self.head_dim, H),
+            "self_attn.v_proj.weight": (self.n_kv * self.head_dim, H), "self_attn.o_proj.weight": (H, width),
+            "mlp.gate_proj.weight": (40, H), "mlp.up_proj.weight": (40, H), "mlp.down_proj.weight": (H, 40),
+        }  # fmt: skip
+        self.last_layer = {name: torch.randn(*shape, generator=g) for name, shape in shapes.items()}
+
+
+def tiny_head(
+    steps: int = 4, dtype: torch.dtype = torch.float64, target: TinyTarget | None = None, **draft: Any
+) -> Eagle3:
+    """A head with all its norms off 1, so that a norm left out is seen."""
+    torch.manual_seed(3)
+    vocab = DraftVocab(np.array([0, 2, 3, 5, 8, 9, 11, 14, 17, 18, 20, 21, 26]), V, 0.5)
+    head = build(DraftConfig(steps=steps, **draft), target or TinyTarget(), vocab, n_inputs=3)
+    assert isinstance(head, Eagle3)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return head.to(dtype)
+
+
+def tiny_sequence(length: int, turns: list[tuple[int, int]], seed: int, n_layers: int = 4) -> TinySequence:
+    rng = np.random.default_rng(seed)
+    mask = np.zeros(length, np.uint8)
+    for a, b in turns:
+        mask[a:b] = 1
+    return TinySequence(
+        rng.integers(0, V, length).astype(np.int32),
+        mask,
+        torch.from_numpy(rng.normal(size=(length, n_layers, H))),
+        rng.integers(0, V, length).astype(np.int32),
+    )
+
+
+def tiny_sequences() -> list[TinySequence]:
+    """Odd lengths; several turns, some too short for later steps or for any; turns at the very start and end."""
+    return [
+        tiny_sequence(13, [(4, 11)], 0),
+        tiny_sequence(17, [(2, 4), (6, 7), (9, 17)], 1),
+        tiny_sequence(5, [], 2),
+        tiny_sequence(9, [(0, 5), (7, 9)], 3),
+    ]
+
+
+def tiny_batch(sequences: list[TinySequence] | None = None, dtype: torch.dtype = torch.float64) -> DraftBatch:
+    return DraftBatch.collate(sequences or tiny_sequences(), torch.device("cpu"), dtype)
