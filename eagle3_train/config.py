@@ -38,6 +38,7 @@ class TargetConfig:
     model: str = MISSING
     revision: str | None = None
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
+    chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
 
 
