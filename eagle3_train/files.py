@@ -8,9 +8,10 @@ import os
 import socket
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from eagle3_train import __version__
 
 
 def temporary_path(path: Path) -> Path:
@@ -72,7 +73,7 @@ def file_fingerprint(path: Path) -> str:
 @cache
 def code_version() -> str:
     """Version of this code: the package's, and in a clone the commit (`+dirty` where files differ from it)."""
-    version = metadata.version("eagle3-train")
+    version = __version__
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return version

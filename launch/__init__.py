@@ -1,0 +1,7 @@
+"""Launchers: run a step of the pipeline in processes of its own, here or on a cluster. No torch."""
+
+from launch.jobs import Job
+from launch.local import run
+from launch.supervise import Outcome
+
+__all__ = ["Job", "Outcome", "run"]

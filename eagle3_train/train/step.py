@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eagle3_train.drafts import Draft, DraftBatch, supervised_counts
-from eagle3_train.store import Sequence
+from eagle3_train.store import BatchPlan, Sequence
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Objective
@@ -34,6 +34,15 @@ def batch_counts(sequences: list[Sequence], head: Draft, oov: str) -> np.ndarray
         kept = in_vocabulary(s.target_argmax, head) if oov == "drop" else None
         total += supervised_counts(s.loss_mask, [0, s.n_tokens], head.steps, kept)
     return total
+
+
+def split(
+    sequences: list[Sequence], plan: BatchPlan, step: int, world: World, micro_tokens: int | None
+) -> list[list[Sequence]]:
+    """A rank's share of a global batch in forward passes of at most `micro_tokens` tokens; some may be empty."""
+    by_row = dict(zip(plan.rank_rows(step, world.rank, world.size).tolist(), sequences, strict=True))
+    parts = plan.micro_batches(step, world.rank, world.size, micro_tokens)
+    return [[by_row[row] for row in part.tolist()] for part in parts]
 
 
 def train_step(

@@ -18,7 +18,7 @@ BATCH_TOKENS = 4096
 
 
 def validate(cfg: Config, head: Draft, store: Store, world: World, dtype: torch.dtype) -> dict[str, Any]:
-    """`val_loss` (the training objective), `val_loss_steps` (CE_i), `val_kl_steps`, `val_kl` (step 0), `val_agreement` [K].
+    """`val_loss` (the objective), `val_loss_steps` (CE_i), `val_kl_steps`, `val_kl` (its step 0), `val_agreement`.
 
     Every row of `store` counts once: the numbers do not depend on batch size or world size (up to rounding).
     """

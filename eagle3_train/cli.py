@@ -1,0 +1,151 @@
+"""`eagle3 STEP [key=value ...]`: one thin entry point a step, over the configuration in `conf/`.
+
+What a user got wrong is one line and exit code 2, without a traceback (EAGLE3_DEBUG=1 shows it); a failed job is exit
+code 1; Ctrl-C is exit code 130.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle3_train import config
+from eagle3_train.help import all_keys, overview, step_help
+from eagle3_train.steps import STEPS, Call
+
+HELP = {"-h", "--help"}
+MISTAKES = (ValueError, HydraException, OmegaConfBaseException)
+SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception, so that whatever runs may end its children and leave its files in order."""
+
+
+class Failed(Exception):
+    """A job that a command started did not succeed; the message says how. Exit code 1, no traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `eagle3` with the arguments after its name. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(arguments))
+
+
+def guarded(action: Callable[[], int | None]) -> int:
+    """Run `action` as a command: mistakes as one line, signals as exit codes."""
+    if os.environ.pop(SUPERVISED, None):
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return action() or 0
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues where this one ended", file=sys.stderr)
+        return 130
+    except Failed as e:
+        print(f"failed: {e}", file=sys.stderr)
+        return 1
+    except MISTAKES as e:
+        if os.environ.get("EAGLE3_DEBUG"):
+            raise
+        print(f"error: {explain(e)}", file=sys.stderr)
+        return 2
+
+
+def explain(error: BaseException) -> str:
+    """An error as one line, with the nearest key where an unknown one was given."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is no override: write KEY=VALUE, quotes around special characters"
+    text = str(error).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
+    if error.__cause__ is not None and isinstance(error, HydraException):
+        text += "\n" + str(error.__cause__).partition("full_key:")[0]
+    words = " ".join(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    if words.startswith("Could not override '"):
+        key = words.split("'")[1]
+        near = difflib.get_close_matches(key, [*all_keys(), *_groups()], n=3, cutoff=0.5)
+        hint = f": did you mean {' or '.join(near)}?" if near else ""
+        return f"there is no key {key!r}{hint} (`eagle3 STEP --cfg job` prints all keys)"
+    if words.startswith("Ambiguous value for argument '"):
+        return f"{words.split(chr(39))[1]} has several values: `eagle3 study` takes them, a single step takes one"
+    return words
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in HELP:
+        print(overview(STEPS))
+        return 0
+    if arguments[0] == "--version":
+        from eagle3_train.files import code_version
+
+        print(f"eagle3 {code_version()}")
+        return 0
+    name, *rest = arguments
+    if name not in STEPS:
+        near = difflib.get_close_matches(name, STEPS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the steps are {', '.join(STEPS)}"
+        raise ValueError(f"there is no step {name!r}: {hint}")
+    step = STEPS[name]
+    show = "--cfg" in rest
+    if show:
+        at = rest.index("--cfg")
+        if rest[at + 1 : at + 2] != ["job"]:
+            raise ValueError("--cfg takes one word: `--cfg job` prints the resolved configuration")
+        del rest[at : at + 2]
+    call = _parse(name, rest)
+    if call.words and set(call.words) <= HELP:
+        print(step_help(name, step, call.config()))
+        return 0
+    if show:
+        print(OmegaConf.to_yaml(OmegaConf.structured(call.config())), end="")
+        return 0
+    return step.run(call)
+
+
+def _parse(name: str, rest: list[str]) -> Call:
+    """Sort the arguments of a step into overrides, `--resolved FILE` and other words."""
+    rest, resolved = list(rest), None
+    if "--resolved" in rest:
+        at = rest.index("--resolved")
+        if at + 1 == len(rest):
+            raise ValueError("--resolved needs the file of a resolved configuration (a config.yaml of a run)")
+        resolved = Path(rest[at + 1])
+        if not resolved.is_file():
+            raise ValueError(f"--resolved {resolved}: no such file")
+        del rest[at : at + 2]
+    overrides = [word for word in rest if ("=" in word and word[0] != "-") or word[0] == "~"]
+    words = [word for word in rest if word not in overrides]
+    if set(words) - HELP and not STEPS[name].takes_words:
+        raise ValueError(f"{words[0]!r} is no override: write KEY=VALUE (`eagle3 {name} --help` explains)")
+    return Call(overrides, words, resolved)
+
+
+def _groups() -> list[str]:
+    return sorted(p.name for p in config.conf_dir().iterdir() if p.is_dir())
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated(128 + number)
+
+
+def _end_with_parent() -> None:
+    """Wait until the supervising process is gone, which closes our standard input; then end as if it had told us to."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)  # for a checkpoint
+    os._exit(143)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

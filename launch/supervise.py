@@ -1,0 +1,173 @@
+"""Run one command as a child process group: output to `log.txt` and the terminal, state to `status.json`, a certain end.
+
+The same function runs a step on a laptop and inside a cluster's job. The child's standard input is a pipe that nobody
+writes to. When this process dies, however it dies, the pipe closes, and `eagle3` (cli.py) ends itself on that: no orphan
+goes on writing into a folder that a second attempt has taken over.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from eagle3_train.console import say
+from eagle3_train.files import read_json, write_json
+
+SUPERVISED = "EAGLE3_SUPERVISED"  # in the child's environment: end when standard input closes
+GRACE_S = 20.0  # from SIGTERM to SIGKILL: time for a checkpoint
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `state`: done | failed | busy (another process has it) | lost (another process took it over)."""
+
+    state: str
+    seconds: float = 0.0
+    reason: str = ""
+    tail: list[str] = field(default_factory=list)  # last lines of the log, of a failure
+
+
+def supervise(
+    command: Sequence[str],
+    folder: Path,
+    name: str,
+    env: dict[str, str] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run `command`, wait for it, and say how it ended. `env` adds to the environment.
+
+    `should_stop` is asked twice a second; when it turns true the child is ended and the outcome is "lost". An exception
+    in this thread (Ctrl-C, SIGTERM as cli.py raises it) ends the child too, and goes on upwards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    status = _begin(folder, command, started)
+    with open(folder / "log.txt", "ab") as log:
+        title = f"--- attempt {status['attempt']}, {_clock(started)}, {status['host']}: {' '.join(command)}\n"
+        log.write(title.encode())
+        log.flush()
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"} | (env or {}),
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the child in good order
+        )
+        try:
+            stopped = _forward(child, log, name, should_stop)
+        except BaseException as e:
+            _end(child, log, name)
+            _finish(folder, status, "interrupted", type(e).__name__)
+            raise
+        if stopped:
+            _end(child, log, name)
+    seconds = time.time() - started
+    if stopped:
+        return Outcome("lost", seconds, "another process has taken this job over")
+    if child.returncode == 0:
+        _finish(folder, status, "done", "")
+        return Outcome("done", seconds)
+    reason = _reason(child.returncode)
+    _finish(folder, status, "failed", reason)
+    return Outcome("failed", seconds, reason, tail(folder / "log.txt"))
+
+
+def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log that are not empty. Reads the end of the file only."""
+    if not log.is_file():
+        return []
+    with open(log, "rb") as f:
+        f.seek(max(0, log.stat().st_size - 400 * lines))
+        text = f.read().decode(errors="replace")
+    return [line.rsplit("\r")[-1] for line in text.splitlines() if line.strip()][-lines:]
+
+
+def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, should_stop: Callable[[], bool]) -> bool:
+    """Copy the child's output until it ends. True: `should_stop` turned true before. A grandchild that keeps the pipe
+    open (wandb's service) is not waited for."""
+    assert child.stdout
+    pipe, partial = child.stdout.fileno(), b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            ended = child.poll() is not None
+            ready = selector.select(timeout=0 if ended else 0.5)
+            data = os.read(pipe, 65536) if ready else b""
+            log.write(data)
+            log.flush()
+            *lines, partial = (partial + data).split(b"\n")
+            for line in lines:
+                _show(name, line)
+            if ended and not data:
+                _show(name, partial)
+                return False
+            if ready and not data:  # closed its output, still running
+                child.wait()
+            if not ended and should_stop():
+                return True
+
+
+def _show(name: str, line: bytes) -> None:
+    # Of a bar that was drawn over and over with carriage returns, the last drawing.
+    if text := line.decode(errors="replace").rstrip().rsplit("\r")[-1]:
+        say(f"{name} | {text}")
+
+
+def _end(child: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
+    """SIGTERM to the child's group, SIGKILL after the grace or at a second Ctrl-C. Closing standard input ends what is
+    left: torchrun puts its ranks into sessions of their own, which no signal to the group reaches."""
+    deadline = time.monotonic() + GRACE_S
+    try:
+        _signal(child, signal.SIGTERM)
+        _forward(child, log, name, lambda: time.monotonic() > deadline)
+    finally:
+        assert child.stdin
+        child.stdin.close()
+        _signal(child, signal.SIGKILL)
+        child.wait()
+
+
+def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # all of the group has ended
+        os.killpg(child.pid, number)
+
+
+def _begin(folder: Path, command: Sequence[str], started: float) -> dict[str, Any]:
+    path = folder / "status.json"
+    attempt = read_json(path)["attempt"] + 1 if path.is_file() else 1
+    status = {
+        "state": "running",
+        "attempt": attempt,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "command": list(command),
+        "started": started,
+    }
+    write_json(path, status)
+    return status
+
+
+def _finish(folder: Path, status: dict[str, Any], state: str, reason: str) -> None:
+    write_json(folder / "status.json", status | {"state": state, "reason": reason, "ended": time.time()})
+
+
+def _reason(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

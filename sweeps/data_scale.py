@@ -1,0 +1,52 @@
+"""A study as a Hydra multirun: `python -m sweeps.data_scale -m data.scale=1,2,4,8 seed=0,1`.
+
+Each job prepares and captures if need be and runs one point, in the folders and under the names of `eagle3 study`.
+Points that are done are passed over, so the two may be mixed. A failing point does not stop the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from eagle3_train import config
+from eagle3_train.cli import guarded
+from eagle3_train.console import duration, say
+from launch import Job, Outcome, run
+from sweeps.points import set_decode
+from sweeps.study import failure, share_data
+
+_failed: dict[str, Outcome] = {}  # Hydra returns nothing from a multirun
+
+
+@hydra.main(config_path=str(config.conf_dir()), config_name="config", version_base="1.3")
+def run_one(composed: DictConfig) -> None:
+    """Run the point that Hydra composed."""
+    cfg = config.resolve(composed)
+    set_decode(cfg, dict(text.partition("=")[::2] for text in HydraConfig.get().overrides.task))
+    point = Job("point", cfg)
+    if cfg.dry_run or point.is_done():
+        say(f"{point.name}: {'done already' if point.is_done() else 'to do'}")
+        return
+    share_data(cfg)
+    outcome = run(point)
+    if outcome.state == "done":
+        say(f"{point.name}: done in {duration(outcome.seconds)}")
+    else:
+        _failed[point.name] = outcome
+
+
+def main() -> int:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `guarded`, which prints them as `eagle3` does
+    run_one()
+    for name, outcome in _failed.items():
+        say(failure(name, outcome))
+    return 1 if _failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

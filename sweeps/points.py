@@ -1,0 +1,143 @@
+"""The points of a study: the product of its axes, less the excluded ones, each a complete configuration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from eagle3_train import config
+from eagle3_train.config import Config
+from launch.jobs import data_identity
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training run with its evaluation. `overrides`: what the axes set, config key -> literal."""
+
+    name: str
+    cfg: Config
+    overrides: dict[str, str]
+
+    @property
+    def dir(self) -> Path:
+        return self.cfg.point_dir
+
+
+@dataclass(frozen=True)
+class Study:
+    """`cfg` is the study's own configuration, without the axes. The points are in the order of the axes."""
+
+    cfg: Config
+    points: list[Point]
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.cfg.paths.study)
+
+    @property
+    def largest(self) -> Point:
+        """The point that needs the most data."""
+        return max(self.points, key=lambda p: p.cfg.data.sequences)
+
+
+def plan(overrides: Sequence[str]) -> Study:
+    """Compose a study and all its points.
+
+    `overrides` are Hydra overrides of anything. One of an axis sets the values of that axis, one or several:
+    `seed=0`, `data.scale=1,2,4`. Several values for another key add an axis. Raises ValueError for points that would
+    have to share a name or data that they do not share.
+    """
+    fixed, swept = _split(overrides)
+    base = config.compose(fixed)
+    axes = {key: [literal(v) for v in values] for key, values in base.study.axes.items()} | swept
+    given = {o.key_or_group: text for text, o in zip(fixed, _parse(fixed), strict=True)}
+    for key in axes:
+        if key in given and key not in swept:  # the user fixed an axis
+            axes[key] = [given.pop(key).partition("=")[2]]
+            fixed = [text for text in fixed if text.partition("=")[0].lstrip("+") != key]
+    points = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        cfg = config.compose([*fixed, *(f"{key}={value}" for key, value in chosen.items())])
+        if any(matches(cfg, chosen, item) for item in base.study.exclude):
+            continue
+        set_decode(cfg, chosen)
+        points.append(Point(cfg.point_name, cfg, chosen))
+    _check(base, points)
+    base.study.axes = {key: [yaml.safe_load(value) for value in values] for key, values in axes.items()}
+    return Study(base, points)
+
+
+def set_decode(cfg: Config, chosen: Mapping[str, str]) -> None:
+    """Leave `eval.decode` on only where the study asks for it (`study.decode_points`)."""
+    wanted = cfg.study.decode_points
+    if wanted and not any(matches(cfg, chosen, item) for item in wanted):
+        cfg.eval.decode = False
+
+
+def matches(cfg: Config, chosen: Mapping[str, str], item: Mapping[str, Any]) -> bool:
+    """Whether a point has all values of `item` (config key or group -> value)."""
+    return all(_value(cfg, chosen, key) == value for key, value in item.items())
+
+
+def _value(cfg: Config, chosen: Mapping[str, str], key: str) -> Any:
+    node: Any = cfg
+    for part in key.split("."):
+        if not is_dataclass(node) or part not in {f.name for f in fields(node)}:
+            raise ValueError(f"study {cfg.study.name!r}: exclude or decode_points names {key!r}, which is no key")
+        node = getattr(node, part)
+    return chosen.get(key) if is_dataclass(node) else node  # a group (`draft`) has the name that was chosen
+
+
+def literal(value: Any) -> str:
+    """A value of a study file as Hydra's command line has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(literal(v) for v in value) + "]"
+    if isinstance(value, str) and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return str(value)
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Overrides of one value, and those of several (`seed=0,1`) as axes."""
+    fixed, swept = [], {}
+    for text, override in zip(overrides, _parse(overrides), strict=True):
+        if override.is_sweep_override():
+            swept[override.key_or_group] = list(override.sweep_string_iterator())
+        else:
+            fixed.append(text)
+    return fixed, swept
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def _check(base: Config, points: list[Point]) -> None:
+    if not points:
+        raise ValueError(f"study {base.study.name!r} has no point: study.exclude leaves none")
+    names: dict[str, Point] = {}
+    for point in points:
+        if (other := names.setdefault(point.name, point)) is not point:
+            raise ValueError(
+                f"study {base.study.name!r}: {point.overrides} and {other.overrides} define the same point "
+                f"{point.name}: remove the axis that changes nothing"
+            )
+    if len({data_identity(p.cfg) for p in points}) > 1:
+        raise ValueError(
+            f"study {base.study.name!r}: its points do not share their data (an axis changes target, corpus, capture, "
+            "store or eval.tasks): make a study for each such value"
+        )

@@ -1,0 +1,135 @@
+"""How a study stands, from its files alone: no process is asked, so it works from any machine that sees the folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eagle3_train import config
+from eagle3_train.console import console, duration, say
+from eagle3_train.files import read_json
+from launch.jobs import STEPS, Job, is_measured
+from launch.lock import holder_of
+from launch.supervise import tail
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """`state`: queued | running | done | failed | stopped (its process ended without saying how). Times in seconds."""
+
+    name: str
+    state: str
+    attempt: int = 0
+    step: int | None = None  # optimizer steps done
+    steps: int | None = None  # of so many
+    tokens_per_s: float | None = None
+    seconds: float | None = None  # of the last attempt
+    seconds_left: float | None = None
+    host: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    name: str
+    folder: Path
+    is_point: bool
+
+
+def jobs(study: Path) -> list[JobFolder]:
+    """The shared steps, then the points of the plan, then points that were run without it."""
+    if not (study / "study.yaml").is_file() and not any(study.glob("*/config.yaml")):
+        raise ValueError(f"{study} holds no study yet: `eagle3 study` starts one (study=NAME chooses another)")
+    planned = [p["name"] for p in read_json(study / "points.json")] if (study / "points.json").is_file() else []
+    started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
+    shared = [JobFolder(step, study / "steps" / step, False) for step in STEPS if step != "point"]
+    return shared + [JobFolder(name, study / name, True) for name in dict.fromkeys(planned + started)]
+
+
+def collect(study: Path) -> list[JobStatus]:
+    return [_status(job) for job in jobs(study)]
+
+
+def as_json(study: Path) -> str:
+    """Name of the job -> its status."""
+    return json.dumps({s.name: asdict(s) for s in collect(study)}, indent=1)
+
+
+def show(study: Path) -> None:
+    """Print the table."""
+    rows = collect(study)
+    table = Table(box=None, pad_edge=False)
+    for column in ("job", "state", "step", "tokens/s", "time", "left", "note"):
+        table.add_column(column, justify="left" if column in ("job", "state", "note") else "right", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.state,
+            f"{row.step}/{row.steps or '?'}" if row.step is not None else "",
+            f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "",
+            duration(row.seconds) if row.seconds is not None else "",
+            duration(row.seconds_left) if row.seconds_left is not None else "",
+            row.reason or (f"on {row.host}" if row.state == "running" and row.host else ""),
+        )
+    console.print(table, markup=False, highlight=False)
+    counts = {state: sum(r.state == state for r in rows) for state in dict.fromkeys(r.state for r in rows)}
+    say(", ".join(f"{n} {state}" for state, n in counts.items()))
+
+
+def _status(job: JobFolder) -> JobStatus:
+    path = job.folder / "status.json"
+    last: dict[str, Any] = read_json(path) if path.is_file() else {}
+    holder = holder_of(job.folder / ".lock")
+    attempt = last.get("attempt", 0)
+    started = last.get("started")
+    progress = _progress(job.folder / "metrics.jsonl")
+    if holder:
+        seconds = time.time() - started if started else None
+        return JobStatus(job.name, "running", attempt, **progress, seconds=seconds, host=holder.host)
+    seconds = last["ended"] - started if "ended" in last else None
+    progress["seconds_left"] = None
+    if _is_done(job):
+        return JobStatus(job.name, "done", attempt, **progress, seconds=seconds)
+    if not last:
+        return JobStatus(job.name, "queued")
+    if last["state"] == "failed":
+        log = tail(job.folder / "log.txt", lines=1)
+        reason = ": ".join([last["reason"], *log])
+        return JobStatus(job.name, "failed", attempt, **progress, seconds=seconds, host=last["host"], reason=reason)
+    why = last.get("reason") or "its process was killed, or its machine went down"
+    return JobStatus(job.name, "stopped", attempt, **progress, seconds=seconds, host=last["host"], reason=why)
+
+
+def _is_done(job: JobFolder) -> bool:
+    path = job.folder / "config.yaml"
+    if not path.is_file():
+        return False
+    cfg = config.load(path)
+    return is_measured(cfg) if job.is_point else Job(job.name, cfg).is_done()
+
+
+def _progress(metrics: Path) -> dict[str, Any]:
+    """Step, steps, tokens/s and time left, as the last lines of the training log have them."""
+    rows = []
+    for line in tail(metrics, lines=20):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the first is cut by reading the end only, the last is being written
+            continue
+        if "step" in row:
+            rows.append(row)
+    values: dict[str, Any] = {"step": None, "steps": None, "tokens_per_s": None, "seconds_left": None}
+    if not rows:
+        return values
+    for key in ("step", "steps", "tokens_per_s"):
+        values[key] = next((row[key] for row in reversed(rows) if key in row), None)
+    first, last = rows[0], rows[-1]
+    if values["steps"] and last["step"] > first["step"]:
+        per_step = (last["time"] - first["time"]) / (last["step"] - first["step"])
+        values["seconds_left"] = max(0.0, (values["steps"] - last["step"]) * per_step)
+    return values

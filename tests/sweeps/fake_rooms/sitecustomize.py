@@ -1,0 +1,85 @@
+"""Stand-ins for the rooms that do the work, so that the study's own behaviour is tested in seconds.
+
+Python imports this file by itself at start when its folder is on PYTHONPATH. The command line, the launcher and the
+study are the real ones.
+
+Every call is noted in $FAKE_CALLS, a line each. $FAKE_FAIL: a part of the names of points whose training fails.
+$FAKE_SECONDS: how long a training takes.
+"""
+
+import json
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+from eagle3_train.config import digest
+from eagle3_train.files import write_json, write_text
+
+
+def note(text):
+    with open(os.environ["FAKE_CALLS"], "a") as f:
+        f.write(f"{text} pid={os.getpid()}\n")
+
+
+def prepare(cfg):
+    note("prepare")
+    write_json(Path(cfg.paths.corpus) / "report.json", {})
+
+
+def capture(cfg, rank=0, world=1):
+    note(f"capture {rank}/{world}")
+    store = Path(cfg.paths.store)
+    for folder in (store, store / "validation", *(store / "transcripts" / t.name for t in cfg.eval.tasks)):
+        write_json(folder / "manifest.json", {"tokens": 1000})
+
+
+def train(cfg):
+    note(f"train {cfg.point_name}")
+    steps = 10
+    metrics = cfg.point_dir / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    for step in range(done + 1, steps + 1):
+        time.sleep(float(os.environ.get("FAKE_SECONDS", "0")) / steps)
+        with open(metrics, "a") as f:
+            f.write(json.dumps({"step": step, "time": time.time(), "steps": steps, "tokens_per_s": 100.0}) + "\n")
+        print(f"step {step} of {steps}")
+    if (part := os.environ.get("FAKE_FAIL")) and part in cfg.point_name:
+        raise RuntimeError("the loss is not finite")
+    write_json(cfg.point_dir / "train.json", {})
+    note(f"trained {cfg.point_name}")
+    return "head"
+
+
+def measure(cfg, head, target_model):
+    assert head == "head"
+    result = {"train_identity": digest(cfg.point_identity), "eval_identity": digest(cfg.eval_identity)}
+    if cfg.eval.decode:
+        assert target_model == "target"
+        result["tau_decode"] = {name: {} for name in cfg.eval.decode_tasks}
+    write_json(cfg.point_dir / "result.json", result)
+
+
+def report(study, out):
+    note("report")
+    write_text(Path(out) / "report.html", "report")
+
+
+def summary_text(out):
+    return f"summary of {out}"
+
+
+def module(name, **members):
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(members)
+
+
+module("eagle3_train.corpus", prepare=prepare)
+module("eagle3_train.target", prepare_target=lambda cfg, folder: folder, load_target=lambda *a, **k: "target")
+module("eagle3_train.device", resolve_device=lambda name: name, resolve_dtype=lambda name, device: name)
+module("eagle3_train.capture", capture=capture)
+module("eagle3_train.train", train=train)
+module("eagle3_train.evaluate", measure=measure)
+module("analysis", report=report, summary_text=summary_text)
