@@ -102,7 +102,7 @@ def test_walk_on_paper(runs: list[int], prompt_length: int, cycles: list[int]) -
 
 
 def test_record_of_cycles_on_paper() -> None:
-    # 6 tokens. Of 3 drafts the first cycle compares all, the second one (the first is wrong), the third the one that has
+    # 6 tokens. Of 3 drafts the first cycle compares all, the second one (it is wrong), the third the one that has
     # a token after it.
     record = Record.of_cycles([2, 0, 1], 3, task="t", method="replay", temperature=0.0, prompt="p")
     assert (record.tokens, record.forwards) == (6, 3)
