@@ -133,7 +133,10 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    kind: str = "single"  # single | ddp
+    """How a training step is spread over processes."""
+
+    kind: str = "single"  # single | ddp | fsdp2 | hsdp
+    shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
 
 
 @dataclass
@@ -266,7 +269,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("single", "ddp"),
+    "engine.kind": ("single", "ddp", "fsdp2", "hsdp"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local",),
