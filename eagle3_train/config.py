@@ -38,6 +38,7 @@ class TargetConfig:
     model: str = MISSING
     revision: str | None = None
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
+    chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
 
 
@@ -132,7 +133,10 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    kind: str = "single"  # single | ddp
+    """How a training step is spread over processes."""
+
+    kind: str = "single"  # single | ddp | fsdp2 | hsdp
+    shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
 
 
 @dataclass
@@ -265,7 +269,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("single", "ddp"),
+    "engine.kind": ("single", "ddp", "fsdp2", "hsdp"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local",),

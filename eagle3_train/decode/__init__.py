@@ -1,0 +1,1 @@
+"""Lossless speculative decoding with the real target model."""

@@ -1,0 +1,10 @@
+"""Acceptance measured: replay on the target's own transcripts, and real decoding. Page: docs/evaluate.md."""
+
+from __future__ import annotations
+
+from eagle3_train.evaluate.decode import decode_tasks
+from eagle3_train.evaluate.point import measure
+from eagle3_train.evaluate.records import Record
+from eagle3_train.evaluate.replay import replay_tasks
+
+__all__ = ["Record", "decode_tasks", "measure", "replay_tasks"]

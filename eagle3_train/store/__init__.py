@@ -1,5 +1,6 @@
 """The hidden-state store: sharded Parquet that is verified, elastic and read row by row. Format: docs/store.md."""
 
+from .counts import token_counts
 from .loader import Loader
 from .manifest import Index, Manifest, ShardEntry, finalize
 from .plan import BatchPlan, prefix_for_tokens
@@ -26,5 +27,6 @@ __all__ = [
     "read_target_part",
     "shard_name",
     "shard_rows",
+    "token_counts",
     "write_target_part",
 ]

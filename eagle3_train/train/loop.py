@@ -23,7 +23,7 @@ from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import ENGINES
 from eagle3_train.train.optim import learning_rate
 from eagle3_train.train.setup import build_head, load_head, open_store
-from eagle3_train.train.step import train_step
+from eagle3_train.train.step import split, train_step
 from eagle3_train.train.validate import validate
 
 Evaluate = Callable[[Draft], dict[str, Any]]
@@ -32,8 +32,8 @@ Evaluate = Callable[[Draft], dict[str, Any]]
 def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
     """Train the point that `cfg` describes, or continue it, or return at once where it is done.
 
-    Writes config.yaml, metrics.jsonl, checkpoints/ and at the end train.json into the point's folder. `evaluate(head)` is
-    called every `train.eval_every` steps on rank 0 and its numbers are logged.
+    Writes config.yaml, metrics.jsonl, checkpoints/ and at the end train.json into the point's folder.
+    `evaluate(head)` is called every `train.eval_every` steps on rank 0 and its numbers are logged.
     """
     device = resolve_device(cfg.device)
     tune_allocator()
@@ -65,16 +65,15 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
-    engine = ENGINES[cfg.engine.kind](head, cfg.optim, world, dtype)
+    engine = ENGINES[cfg.engine.kind](cfg.engine, head, cfg.optim, world, dtype)
 
     # Where were we? All ranks read the same newest whole checkpoint.
     first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0}
     if found := checkpoint.newest(cfg.point_dir / "checkpoints"):
         state = found.state
-        plan.check_state(state["plan"])
+        first, totals = plan.resume(state["plan"]), state["totals"]
         engine.load(found.weights(), found.engine_state())
-        first, totals = state["step"], state["totals"]
-    tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
+    tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, rank=world.rank)
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
         say(
@@ -90,17 +89,17 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
         world.barrier()
 
     log_since, log_tokens, log_wait = time.monotonic(), 0, 0.0
-    loader = Loader(store, plan, world.rank, world.size, first, micro_tokens=cfg.train.micro_batch_tokens)
     with (
         progress_bar(cfg.point_name, len(plan), "steps", done=first, show=world.is_main) as bar,
-        loader as batches,
+        Loader(store, plan, world.rank, world.size, first) as loader,
     ):
-        for step, micro_batches in batches:
+        for step, sequences in loader:
             started = time.monotonic()
+            micro_batches = split(sequences, plan, step, world, cfg.train.micro_batch_tokens)
             lr = learning_rate(cfg.optim, step, len(plan))
             result = train_step(engine, micro_batches, lr, cfg.train.step_weight, cfg.train.oov, world)
             if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-                ids = [s.sample_id for part in micro_batches for s in part]
+                ids = [s.sample_id for s in sequences]
                 raise FloatingPointError(
                     f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; rank {world.rank} had samples "
                     f"{ids}. Look at them with `eagle3 store verify`, or lower optim.lr"
@@ -116,35 +115,47 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                 tracker.log(
                     {
                         "loss": result.loss,
-                        "loss_steps": result.loss_steps,
+                        **by_step("loss", result.loss_steps),
                         "lr": lr,
                         "grad_norm": result.grad_norm,
                         "tokens": totals["tokens"],
                         "tokens_per_s": log_tokens / elapsed,
-                        "data_wait": (loader.seconds_waited - log_wait) / elapsed,
+                        "data_wait": (loader.waited_s - log_wait) / elapsed,
                         "peak_rss_mb": peak_rss_mb(),
                     },
                     step=done,
                 )
-                log_since, log_tokens, log_wait = time.monotonic(), 0, loader.seconds_waited
+                log_since, log_tokens, log_wait = time.monotonic(), 0, loader.waited_s
             if cfg.train.eval_every and done % cfg.train.eval_every == 0 and done < len(plan):
-                numbers = validate(cfg, head, validation, world, dtype)
+                numbers = validate(cfg.train, engine, validation)
                 if evaluate and world.is_main:
                     numbers |= evaluate(head)
-                tracker.log(numbers, step=done)
+                tracker.log(scalars(numbers), step=done)
             if done == len(plan) or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
                 save_checkpoint(done)
             bar.update(1, note=f"loss {result.loss:.3f}")
 
-    numbers = validate(cfg, head, validation, world, dtype)
+    numbers = validate(cfg.train, engine, validation)
     record = _record(cfg, head, store, plan, totals) | numbers
-    tracker.log(numbers, step=len(plan))
+    tracker.log(scalars(numbers), step=len(plan))
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
     tracker.close()
     if world.is_main:
         write_json(cfg.point_dir / "train.json", record)
     world.barrier()
-    return head.eval()
+    return load_head(cfg, device)  # plain and whole, whatever the engine has made of `head`
+
+
+def by_step(name: str, values: list[float]) -> dict[str, float]:
+    """Trackers take scalars: `loss` of three draft steps becomes `loss_0`, `loss_1`, `loss_2`."""
+    return {f"{name}_{i}": value for i, value in enumerate(values)}
+
+
+def scalars(numbers: dict[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in numbers.items():
+        flat |= by_step(name.removesuffix("_steps"), value) if isinstance(value, list) else {name: value}
+    return flat
 
 
 def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any]) -> dict[str, Any]:

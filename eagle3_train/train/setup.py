@@ -8,7 +8,7 @@ import torch
 from eagle3_train import drafts
 from eagle3_train.config import Config
 from eagle3_train.drafts import Draft, DraftVocab
-from eagle3_train.store import Store, read_target_part
+from eagle3_train.store import Store, read_target_part, token_counts
 from eagle3_train.train import checkpoint
 
 
@@ -20,9 +20,9 @@ def open_store(cfg: Config) -> Store:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
     if cfg.data.sequences > len(store):
         raise ValueError(
-            f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, the store {cfg.paths.store} holds {len(store)}: "
-            f"capture {cfg.data.sequences - len(store)} more (corpus.sequences={cfg.data.sequences}, then eagle3 prepare and "
-            "eagle3 capture), or lower data.scale"
+            f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, the store {cfg.paths.store} holds "
+            f"{len(store)}: capture {cfg.data.sequences - len(store)} more (corpus.sequences={cfg.data.sequences}, "
+            "then eagle3 prepare and eagle3 capture), or lower data.scale"
         )
     return store
 
@@ -30,7 +30,7 @@ def open_store(cfg: Config) -> Store:
 def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     """A newly initialised head in fp32; the same on every rank, by `cfg.seed`."""
     part = read_target_part(cfg.paths.store)
-    vocab = DraftVocab.from_counts(store.token_counts(), cfg.draft.vocab_size)
+    vocab = DraftVocab.from_counts(token_counts(store), cfg.draft.vocab_size)
     torch.manual_seed(cfg.seed)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eagle3_train.drafts import Draft, DraftBatch, supervised_counts
-from eagle3_train.store import Sequence
+from eagle3_train.store import BatchPlan, Sequence
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Objective
@@ -36,6 +36,15 @@ def batch_counts(sequences: list[Sequence], head: Draft, oov: str) -> np.ndarray
     return total
 
 
+def split(
+    sequences: list[Sequence], plan: BatchPlan, step: int, world: World, micro_tokens: int | None
+) -> list[list[Sequence]]:
+    """A rank's share of a global batch in forward passes of at most `micro_tokens` tokens; some may be empty."""
+    by_row = dict(zip(plan.rank_rows(step, world.rank, world.size).tolist(), sequences, strict=True))
+    parts = plan.micro_batches(step, world.rank, world.size, micro_tokens)
+    return [[by_row[row] for row in part.tolist()] for part in parts]
+
+
 def train_step(
     engine: Engine, micro_batches: list[list[Sequence]], lr: float, step_weight: float, oov: str, world: World
 ) -> StepResult:
@@ -47,12 +56,10 @@ def train_step(
     loss = torch.zeros((), device=device)
     flops, tokens = 0.0, 0
     for number, part in enumerate(micro_batches):
+        batch = DraftBatch.collate_or_placeholder(part, head, device, engine.dtype)
         if part:
-            batch = DraftBatch.collate(part, device, engine.dtype)
             flops += head.flops(batch)
             tokens += batch.n_tokens
-        else:
-            batch = DraftBatch.placeholder(head.n_layers, head.hidden_size, device, engine.dtype)
         loss = loss + engine.backward(batch, objective, last=number == len(micro_batches) - 1)
     grad_norm = engine.step(lr)
     sums = world.sum(np.concatenate([objective.ce_sums.cpu().numpy(), [float(loss), flops, tokens]]))

@@ -1,0 +1,133 @@
+"""Records of chat data sets to clean conversations: known roles, alternating turns, an assistant's turn at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, str]  # {"role": system | user | assistant | tool, "content": text}
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+PART = re.compile(r"_\d+$")  # ShareGPT cuts long conversations into parts ID_0, ID_1, ...
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`group` is what the split into train and held-out goes by: all parts of one conversation share it."""
+
+    sample_id: str
+    group: str
+    source: str
+    messages: list[Message]
+
+
+class Unusable(Exception):
+    """A conversation that is left out; the text is the reason, and is counted in the report."""
+
+
+def conversation_of(record: dict[str, Any], source: str) -> Conversation:
+    """One record as a conversation. Without an id, a hash of the text stands for it.
+
+    Raises:
+        Unusable: with the reason.
+    """
+    messages = clean(turns_of(record))
+    identifier = str(
+        next((record[k] for k in ("id", "conversation_id", "prompt_id") if record.get(k)), digest(messages))
+    )
+    group = PART.sub("", identifier) if "conversations" in record else identifier
+    return Conversation(f"{source}/{identifier}", f"{source}/{group}", source, messages)
+
+
+def turns_of(record: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(role, content) pairs of the shapes that chat data sets come in."""
+    for key in ("conversations", "messages", "conversation"):
+        if isinstance(turns := record.get(key), list):
+            return [_turn(t) for t in turns]
+    for prompt, response in (("prompt", "response"), ("instruction", "output"), ("question", "answer")):
+        if isinstance(record.get(prompt), str) and isinstance(record.get(response), str):
+            system = [("system", record["system"])] if record.get("system") else []
+            return [*system, ("user", record[prompt]), ("assistant", record[response])]
+    raise Unusable("no conversation in the record")
+
+
+def _turn(turn: Any) -> tuple[str, Any]:
+    if not isinstance(turn, dict):
+        raise Unusable("a turn is no object")
+    role = turn.get("from", turn.get("role"))
+    content = turn.get("value", turn.get("content"))
+    return str(role), content
+
+
+def clean(turns: list[tuple[str, Any]]) -> list[Message]:
+    """Messages as the target would see them in a chat.
+
+    Empty turns go; neighbours of one role are joined by a blank line; what an assistant says before any user, and what is
+    said after the last assistant, goes too: the first has no prompt, the second is never answered. Text of an assistant
+    loses its outer white space, which chat templates trim or which would fuse with the template's own.
+
+    Raises:
+        Unusable: an unknown role, content that is no text, or no answered user turn.
+    """
+    messages: list[Message] = []
+    for name, content in turns:
+        role = ROLES.get(name.lower())
+        if role is None:
+            raise Unusable("unknown role")
+        text = _text(content)
+        if not text.strip():
+            continue
+        if role == "assistant":
+            if not any(m["role"] == "user" for m in messages):
+                continue
+            text = text.strip()
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += "\n\n" + text
+        else:
+            messages.append({"role": role, "content": text})
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise Unusable("no answered user turn")
+    return messages
+
+
+def _text(content: Any) -> str:
+    """Text of a message; lists of parts are joined. Lone surrogates, which no tokenizer takes, become U+FFFD."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) else p for p in content]
+        if not all(isinstance(p, str) for p in parts):
+            raise Unusable("content that is no text")
+        content = "\n".join(parts)
+    if not isinstance(content, str):
+        raise Unusable("content that is no text")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return content
+
+
+def digest(messages: list[Message]) -> str:
+    """Of the text, the same on every machine: equal for exact duplicates."""
+    return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:24]

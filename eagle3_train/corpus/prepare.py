@@ -1,0 +1,155 @@
+"""The step `prepare`: sources to token ids and loss masks, in the store's final order. Layout: docs/corpus.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eagle3_train.config import Config, CorpusConfig, digest
+from eagle3_train.console import progress_bar, say
+from eagle3_train.files import file_fingerprint, read_json, write_json
+from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
+
+from .messages import Conversation, Unusable
+from .report import Tally, show
+from .rows import Row, RowWriter
+from .source import Pool, SourceReport, read_conversations, source_file
+from .tasks import prompt_rows, task_prompts
+from .template import Template
+
+VERSION = 1  # of what this room makes of the same input: raised when rows would come out otherwise
+REPORT = "report.json"
+
+
+def prepare(cfg: Config) -> dict[str, Any]:
+    """Write `paths.corpus`: train.parquet, validation.parquet, tasks/<task>.parquet, report.json. Returns the report.
+
+    Done once: with the same options and the same input files it does nothing; a relevant change redoes it, and is named.
+
+    Raises:
+        ValueError: a missing file, a template that cannot be masked, too few usable conversations.
+    """
+    folder = Path(cfg.paths.corpus)
+    target = prepare_target(cfg.target, cfg.paths.target)
+    identity = _identity(cfg, target)
+    if (folder / REPORT).is_file():
+        report = read_json(folder / REPORT)
+        if report["identity"] == identity:
+            say(f"corpus: {folder} is ready")
+            return report
+        say(
+            f"corpus: preparing {folder} anew, since these changed: {', '.join(_changes(report['identity'], identity))}"
+        )
+        (folder / REPORT).unlink()  # from here on the folder is unfinished
+    tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
+    template = Template(tokenizer, stop_ids(target, tokenizer), cfg.target.chat_template_args)
+    source = SourceReport()
+    with Pool(folder, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
+        file = source_file(cfg.corpus.path)
+        for conversation in read_conversations(file, cfg.corpus.format, cfg.corpus.name, source):
+            pool.add(conversation, source)
+        parts = _write(cfg, pool, template, folder)
+    report = {
+        "identity": identity,
+        "digest": digest(identity, 16),
+        "sources": {cfg.corpus.name: source.to_json()},
+        "usable": {"train": pool.size(held_out=False), "held_out": pool.size(held_out=True)},
+        "parts": parts,
+    }
+    write_json(folder / REPORT, report)
+    show(report)
+    return report
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a prepared corpus; ValueError where there is none."""
+    if not (folder / REPORT).is_file():
+        raise ValueError(f"{folder} holds no corpus: run `eagle3 prepare` first")
+    return read_json(folder / REPORT)
+
+
+def _identity(cfg: Config, target: Path) -> dict[str, Any]:
+    """All that the rows depend on, flat, so that a difference has a name."""
+    corpus = asdict(cfg.corpus)
+    corpus["path"] = file_fingerprint(source_file(cfg.corpus.path))
+    tasks = {}
+    for task in cfg.eval.tasks:
+        path = Path(task.path).expanduser() if task.path else None
+        tasks[f"eval.tasks.{task.name}"] = {
+            **{k: getattr(task, k) for k in ("source", "prompts", "max_prompt_tokens")},
+            "file": file_fingerprint(path) if path and path.is_file() else None,
+        }
+    return {
+        "version": VERSION,
+        **{f"corpus.{k}": v for k, v in corpus.items()},
+        **tasks,
+        "target.tokenizer": tokenizer_hash(target),
+        "target.chat_template": chat_template_hash(target, cfg.target.chat_template),
+        "target.chat_template_args": cfg.target.chat_template_args,
+    }
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+
+
+def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[str, Any]:
+    """Write all row files; returns the report of each, by its path within the folder less `.parquet`."""
+    corpus, wanted = cfg.corpus, cfg.corpus.sequences
+    tallies = {"train": Tally(), "validation": Tally()}
+    with (
+        RowWriter(folder / "train.parquet") as writer,
+        progress_bar("tokenising", wanted or pool.size(held_out=False), "sequences") as bar,
+    ):
+        for _, row in _encoded(pool.walk(held_out=False), template, corpus, wanted, tallies["train"]):
+            writer.add(row)
+            bar.update(1)
+    _require(len(tallies["train"].lengths), wanted, "training", "corpus.sequences", tallies["train"])
+    taken: set[str] = set()
+    with RowWriter(folder / "validation.parquet") as writer:
+        held_out = pool.walk(held_out=True)
+        for group, row in _encoded(held_out, template, corpus, corpus.validation_sequences, tallies["validation"]):
+            writer.add(row)
+            taken.add(group)
+    n = len(tallies["validation"].lengths)
+    _require(n, corpus.validation_sequences, "held-out", "corpus.validation_sequences", tallies["validation"])
+    for task in cfg.eval.tasks:
+        tally = tallies[f"tasks/{task.name}"] = Tally()
+        with RowWriter(folder / "tasks" / f"{task.name}.parquet") as writer:
+            for row in prompt_rows(task, task_prompts(task, corpus.seed, pool, taken), template, tally.skipped):
+                writer.add(row)
+                tally.row(row)
+        _require(len(tally.lengths), task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally)
+    return {name: tally.to_json() for name, tally in tallies.items()}
+
+
+def _encoded(
+    conversations: Iterator[Conversation], template: Template, cfg: CorpusConfig, wanted: int | None, tally: Tally
+) -> Iterator[tuple[str, Row]]:
+    """(group, row) of the first `wanted` usable conversations; what is passed over is counted in `tally`."""
+    for conversation in conversations:
+        if wanted is not None and len(tally.lengths) >= wanted:
+            return
+        try:
+            encoded = template.encode(conversation.messages, cfg.max_length)
+        except Unusable as e:
+            tally.skipped[str(e)] += 1
+            continue
+        if int(encoded.loss_mask.sum()) < cfg.min_supervised:
+            tally.skipped[f"fewer than {cfg.min_supervised} supervised tokens"] += 1
+            continue
+        row = Row(conversation.sample_id, conversation.source, encoded.input_ids, encoded.loss_mask)
+        tally.encoded(encoded)
+        tally.row(row)
+        yield conversation.group, row
+
+
+def _require(found: int, wanted: int | None, what: str, key: str, tally: Tally) -> None:
+    if found == 0 or (wanted is not None and found < wanted):
+        skipped = "; ".join(f"{n} {reason}" for reason, n in tally.skipped.items()) or "none"
+        raise ValueError(
+            f"only {found} usable {what} of the {wanted or 'at least 1'} that {key} asks for (passed over: {skipped}): "
+            f"lower {key}, or give more data"
+        )

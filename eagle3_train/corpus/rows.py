@@ -1,0 +1,101 @@
+"""Corpus rows and their Parquet files (docs/corpus.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from eagle3_train.files import temporary_path
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("source", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+    ]
+)
+GROUP_ROWS = 1024  # a row group: what a reader of a few rows has to read
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    sample_id: str
+    source: str
+    input_ids: np.ndarray  # [T] int32
+    loss_mask: np.ndarray  # [T] uint8, 1 where the target would generate the token
+
+
+class RowWriter:
+    """Context manager: the file appears, whole, when the block ends without an exception."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.temporary = path, temporary_path(path)
+        self.group: list[Row] = []
+
+    def __enter__(self) -> RowWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.parquet = pq.ParquetWriter(self.temporary, SCHEMA, compression="zstd")
+        return self
+
+    def add(self, row: Row) -> None:
+        self.group.append(row)
+        if len(self.group) == GROUP_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self.parquet.write_table(
+            pa.table({f.name: pa.array([getattr(r, f.name) for r in self.group], f.type) for f in SCHEMA})
+        )
+        self.group = []
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and self.group:
+                self._flush()
+            self.parquet.close()
+            if error is None:
+                self.temporary.replace(self.path)
+        finally:
+            self.temporary.unlink(missing_ok=True)
+
+
+def read_rows(path: Path, rows: range | None = None) -> Iterator[Row]:
+    """Rows of a corpus file, all or a contiguous range; reads only the row groups that hold them."""
+    with pq.ParquetFile(_existing(path)) as file:
+        wanted = range(file.metadata.num_rows) if rows is None else rows
+        first = 0
+        for group in range(file.num_row_groups):
+            n = file.metadata.row_group(group).num_rows
+            here = range(max(wanted.start, first), min(wanted.stop, first + n))
+            if here:
+                table = file.read_row_group(group).slice(here.start - first, len(here))
+                columns = [table.column(f.name).combine_chunks() for f in SCHEMA]
+                for sample_id, source, ids, mask in zip(*columns, strict=True):
+                    yield Row(sample_id.as_py(), source.as_py(), ids.values.to_numpy(), mask.values.to_numpy())
+            first += n
+
+
+def read_lengths(path: Path) -> np.ndarray:
+    """Tokens of each row, [rows] int64, in row order."""
+    with pq.ParquetFile(_existing(path)) as file:
+        parts = [
+            pc.list_value_length(file.read_row_group(g, columns=["input_ids"]).column(0)).to_numpy()
+            for g in range(file.num_row_groups)
+        ]
+    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: run `eagle3 prepare` first")
+    return path

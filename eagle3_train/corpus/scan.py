@@ -1,0 +1,93 @@
+"""JSON objects out of a byte stream, one at a time, whatever state the file is in: huge, or cut in the middle of a string."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+# A whole string, a bracket, or a quote whose string is not whole in what has been read so far.
+TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]|"', re.DOTALL)
+CHUNK = 1 << 20
+MAX_OBJECT_BYTES = 256 << 20  # memory bound: a longer object is taken for broken, and reading ends there
+
+
+@dataclass
+class ScanReport:
+    """What a scan has read so far, and what it could not read."""
+
+    bytes: int = 0
+    objects: int = 0
+    malformed: int = 0  # whole by their brackets, but no JSON objects
+    cut_bytes: int = 0  # at the end: an object that never closes
+
+
+def scan_objects(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
+    """The objects of `[{...}, {...}]`, or of objects one after another (JSON lines too), in file order.
+
+    Memory: one object and one chunk. Brackets are followed outside strings only, so each object is parsed once, when it is
+    whole. A malformed object is counted and passed over.
+    """
+    buffer = b""
+    position = 0  # scanned up to here
+    start: int | None = None  # of the object being read
+    depth = 0
+    base: int | None = None  # depth of the objects: 1 inside a top-level array, else 0
+    while chunk := _read(file, max(CHUNK, len(buffer)), report):
+        keep = position if start is None else start
+        buffer, position = buffer[keep:] + chunk, position - keep
+        start = None if start is None else 0
+        for match in TOKEN.finditer(buffer, position):
+            token = match.group()
+            if token == b'"':  # its end is in a later chunk
+                position = match.start()
+                break
+            position = match.end()
+            if token in (b"{", b"["):
+                base = (1 if token == b"[" else 0) if base is None else base
+                if token == b"{" and depth == base:
+                    start = match.start()
+                depth += 1
+            elif token in (b"}", b"]"):
+                depth -= 1
+                if start is not None and depth == base:
+                    if (value := _parse(buffer[start:position], report)) is not None:
+                        yield value
+                    start = None
+        if start is not None and len(buffer) - start > MAX_OBJECT_BYTES:
+            break
+    if start is not None:
+        report.cut_bytes = len(buffer) - start
+
+
+def scan_lines(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
+    """The objects of JSON lines. A malformed line is counted and passed over; a last line without its end counts as cut."""
+    for line in file:
+        report.bytes += len(line)
+        if not line.strip():
+            continue
+        malformed = report.malformed
+        if (value := _parse(line, report)) is not None:
+            yield value
+        elif not line.endswith(b"\n"):
+            report.malformed, report.cut_bytes = malformed, len(line)
+
+
+def _read(file: BinaryIO, size: int, report: ScanReport) -> bytes:
+    chunk = file.read(size)
+    report.bytes += len(chunk)
+    return chunk
+
+
+def _parse(raw: bytes, report: ScanReport) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:  # JSON's and Unicode's errors are both of it
+        value = None
+    if not isinstance(value, dict):
+        report.malformed += 1
+        return None
+    report.objects += 1
+    return value

@@ -1,0 +1,78 @@
+"""Chain drafting: K tokens one after another, verified in one target forward of K + 1 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3_train.decode.loop import DraftHead, Generation, Proposal, Verdict, decode_speculative
+from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.sampling import GREEDY, Sampling, accept_greedy, accept_sampled
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of at most `steps` drafted tokens.
+
+    With greedy `sampling` tokens are verified against the target's most likely ones. Otherwise by rejection sampling,
+    and the draft is drawn from the head's distribution under the same temperature and filters, or, with `greedy_draft`,
+    is its most likely token.
+    """
+
+    steps: int
+    sampling: Sampling = GREEDY
+    greedy_draft: bool = False
+
+    def propose(
+        self, head: DraftHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
+    ) -> Proposal:
+        length = min(self.steps, room)
+        drawn = not (self.sampling.greedy or self.greedy_draft)
+        tokens: list[Tensor] = []
+        distributions: list[Tensor] = []
+        for i in range(length):
+            if i:
+                h, logits = head.step(state, tokens[-1], h)
+            if drawn:
+                distributions.append(self.sampling.probs(logits))
+                choice = torch.multinomial(distributions[-1], 1, generator=generator)[0]
+            else:
+                choice = logits.argmax(-1)
+            tokens.append(head.target_ids(choice))
+        if not drawn:
+            return Proposal(torch.stack(tokens))
+        q = torch.stack(distributions)
+        return Proposal(torch.stack(tokens), q, head.target_ids(torch.arange(q.shape[1], device=q.device)))
+
+    def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
+        if self.sampling.greedy:
+            accepted, emitted = accept_greedy(logits.argmax(-1), proposal.tokens)
+        else:
+            q = None
+            if proposal.q is not None and proposal.q_ids is not None:
+                q = proposal.q.new_zeros(len(proposal.q), logits.shape[1]).index_copy(1, proposal.q_ids, proposal.q)
+            accepted, emitted = accept_sampled(self.sampling.probs(logits), proposal.tokens, q, generator)
+        return Verdict(list(range(accepted)), emitted)
+
+
+def decode_chain(
+    runner: TargetRunner,
+    head: DraftHead,
+    prompt_ids: Tensor,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    steps: int,
+    *,
+    sampling: Sampling = GREEDY,
+    greedy_draft: bool = False,
+    generator: torch.Generator | None = None,
+) -> Generation:
+    """Chain decoding of one prompt; `decode_speculative` with a `Chain` of K = `steps` drafts."""
+    chain = Chain(steps, sampling, greedy_draft)
+    return decode_speculative(
+        runner, head, chain, prompt_ids, max_new_tokens, stop_ids, sampling=sampling, generator=generator
+    )

@@ -1,0 +1,127 @@
+"""Real decoding of evaluation prompts, plain and drafted, side by side: acceptance, losslessness, wall time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle3_train.config import TaskConfig
+from eagle3_train.console import progress_bar, say
+from eagle3_train.decode.chain import decode_chain
+from eagle3_train.decode.loop import DraftHead, Generation, decode_plain
+from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.evaluate.records import Record
+from eagle3_train.evaluate.summary import result_keys
+from eagle3_train.evaluate.transcripts import open_transcripts
+
+WARM_UP_TOKENS = 8
+# fp32 logits of one position differ by rounding between a forward of 1 and of K + 1 tokens. A larger gap is an error.
+TIE = 1e-2
+
+
+def decode_tasks(
+    head: DraftHead,
+    model: PreTrainedModel,
+    transcripts_dir: str,
+    tasks: Sequence[TaskConfig],
+    prompts: int,
+    steps: int,
+    stop_ids: Sequence[int],
+    bootstrap: int,
+    seed: int,
+    *,
+    show: bool = False,
+) -> tuple[list[Record], dict[str, Any]]:
+    """Decode the first `prompts` prompts of each task, to its `new_tokens`, plainly and with a chain of `steps` drafts.
+
+    The two run one after the other on each prompt, in this process, over the same runner, cache, dtype and threads, and
+    take turns in going first; an untimed round warms both up.
+
+    Args:
+        head: on the model's device.
+        model: the target, in the dtype to decode in.
+
+    Returns:
+        Records, and the keys that they give the result: tau_decode, speedup, decode_setup.
+
+    Raises:
+        ValueError: the target cannot be decoded, or a prompt does not fit it.
+        RuntimeError: in fp32, an output differs from plain decoding's and no tie explains it.
+    """
+    records = []
+    for task in tasks:
+        transcripts = open_transcripts(transcripts_dir, task.name)
+        runner = TargetRunner(model, transcripts.layer_ids)
+        total = min(prompts, len(transcripts))
+        with progress_bar(f"decode {task.name}", total, "prompts", show=show) as bar:
+            for i, transcript in enumerate(transcripts.read(total)):
+                prompt_ids = torch.from_numpy(transcript.prompt_ids.astype("int64")).to(runner.device)
+                plain = partial(decode_plain, runner, prompt_ids, stop_ids=stop_ids)
+                chain = partial(decode_chain, runner, head, prompt_ids, stop_ids=stop_ids, steps=steps)
+                if i == 0:
+                    for way in (plain, chain):
+                        way(max_new_tokens=min(WARM_UP_TOKENS, task.new_tokens))
+                ways = [chain, plain] if i % 2 else [plain, chain]
+                timed = {way: _timed(way, task.new_tokens, runner.device) for way in ways}
+                (own, plain_seconds), (drafted, seconds) = timed[plain], timed[chain]
+                records.append(
+                    Record.of_cycles(
+                        drafted.accepted,
+                        steps,
+                        task=task.name,
+                        method="decode",
+                        temperature=0.0,
+                        prompt=transcript.prompt_id,
+                        seconds=seconds,
+                        plain_seconds=plain_seconds,
+                        **compare(runner, prompt_ids, own.tokens, drafted.tokens, transcript.prompt_id),
+                    )
+                )
+                bar.update(1, f"speed-up {plain_seconds / seconds:.2f}")
+    setup = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": runner.device.type,
+        "threads": torch.get_num_threads(),
+    }
+    return records, result_keys(records, bootstrap, seed) | {"decode_setup": setup}
+
+
+def _timed(way: Callable[..., Generation], new_tokens: int, device: torch.device) -> tuple[Generation, float]:
+    """What it generated, and the seconds it took."""
+    start = time.perf_counter()
+    out = way(max_new_tokens=new_tokens)  # ends with token ids on the host, so nothing is left in flight
+    return out, time.perf_counter() - start
+
+
+def compare(
+    runner: TargetRunner, prompt_ids: Tensor, own: list[int], drafted: list[int], prompt_id: str
+) -> dict[str, Any]:
+    """`lossless`, and where the outputs differ the first index at which they do and the target's logit gap there.
+
+    Batched and single-token forwards round differently, so that a tie between two tokens can fall either way: it is
+    recorded and said. In fp32 no other difference is possible, and one that is no tie raises RuntimeError.
+    """
+    if own == drafted:
+        return {"lossless": True}
+    at = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), min(len(own), len(drafted)))
+    gap = math.inf  # one output is a prefix of the other: no tie explains that
+    if at < min(len(own), len(drafted)):
+        runner.reset()
+        text = torch.cat((prompt_ids, prompt_ids.new_tensor(own[:at])))
+        with torch.inference_mode():
+            logits = runner.forward(text, features=False, last_only=True).logits[0]
+        gap = abs(float(logits[own[at]] - logits[drafted[at]]))
+    if gap == math.inf or (runner.model.dtype == torch.float32 and gap > TIE):
+        raise RuntimeError(
+            f"prompt {prompt_id!r}: at generated token {at} speculative decoding gave {drafted[at : at + 1]}, the "
+            f"target alone {own[at : at + 1]}, with logits {gap:.3g} apart: decoding is not lossless, this is a bug"
+        )
+    say(f"prompt {prompt_id!r}: outputs differ from generated token {at} on, by a tie (logits {gap:.2g} apart)")
+    return {"lossless": False, "first_difference": at, "logit_gap": gap}

@@ -1,0 +1,73 @@
+"""Evaluate one trained point: replay, and decoding where a target is given; write `records.jsonl` and `result.json`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from eagle3_train.config import Config, digest
+from eagle3_train.console import console
+from eagle3_train.device import resolve_device
+from eagle3_train.drafts import Draft
+from eagle3_train.evaluate.decode import decode_tasks
+from eagle3_train.evaluate.records import write_records
+from eagle3_train.evaluate.replay import replay_tasks
+from eagle3_train.evaluate.summary import summary_rows
+from eagle3_train.evaluate.table import evaluation_table
+from eagle3_train.files import read_json, write_json
+from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
+
+SCHEMA = 1
+
+
+def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> dict[str, Any]:
+    """Evaluate `head` on the transcripts of `cfg.eval.tasks` and complete the point's result.
+
+    Args:
+        head: on `cfg.device`, in fp32.
+        target_model: the target in `cfg.eval.decode_dtype`, to decode `cfg.eval.decode_tasks`; None: replay alone.
+
+    Returns:
+        What `result.json` now holds: what training wrote to `train.json`, and the evaluation.
+
+    Raises:
+        ValueError: the point is not trained, or a transcript store is missing or not one.
+    """
+    trained = cfg.point_dir / "train.json"
+    if not trained.is_file():
+        raise ValueError(f"{trained} is missing: train the point first (eagle3 train)")
+    result = read_json(trained)
+    device = resolve_device(cfg.device)
+    transcripts = f"{cfg.paths.store}/transcripts"
+    tasks = cfg.eval.tasks
+    bootstrap, seed = cfg.eval.bootstrap, cfg.seed
+
+    started = time.perf_counter()
+    records, keys = replay_tasks(head, transcripts, tasks, device, bootstrap, seed, show=True)
+    seconds = {"replay": time.perf_counter() - started}
+    result |= keys
+    if target_model is not None:
+        started = time.perf_counter()
+        decoded = [t for t in tasks if t.name in cfg.eval.decode_tasks]
+        folder = prepare_target(cfg.target, cfg.paths.target)
+        tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
+        stops = stop_ids(folder, tokenizer)
+        prompts, steps = cfg.eval.decode_prompts, cfg.draft.steps
+        more, keys = decode_tasks(
+            head, target_model, transcripts, decoded, prompts, steps, stops, bootstrap, seed, show=True
+        )
+        seconds["decode"] = time.perf_counter() - started
+        records += more
+        result |= keys
+    result |= {
+        "schema": SCHEMA,
+        "wall_seconds": result.get("wall_seconds", {}) | seconds,
+        "eval_identity": digest(cfg.eval_identity),
+    }
+    write_records(cfg.point_dir / "records.jsonl", records)
+    # Last: a point with a result is one whose evaluation is whole.
+    write_json(cfg.point_dir / "result.json", result)
+    console.print(evaluation_table(summary_rows(records, bootstrap, seed)))
+    return result

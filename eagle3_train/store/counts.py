@@ -1,0 +1,39 @@
+"""Supervised tokens by id, over a whole store: what a draft vocabulary is chosen from."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .reader import Store
+
+NAME = "token-counts.json"
+
+
+def token_counts(store: Store) -> np.ndarray:
+    """[V] int64. One scan of the small columns, a row group at a time; kept beside the shards for the next caller."""
+    if NAME in store.folder.sizes():
+        kept = json.loads(store.folder.read(NAME))
+        if kept["fingerprint"] == store.fingerprint:
+            counts = np.zeros(store.spec.vocab_size, np.int64)
+            counts[kept["ids"]] = kept["counts"]
+            return counts
+    counts = np.zeros(store.spec.vocab_size, np.int64)
+    for shard in store.manifest.shards:
+        with store.folder.open(shard.name) as file:
+            parquet = pq.ParquetFile(file, pre_buffer=not store.folder.is_local)
+            for group in range(parquet.num_row_groups):
+                table = parquet.read_row_group(group, ["input_ids", "loss_mask"], use_threads=False)
+                ids, mask = (_values(table[name]) for name in ("input_ids", "loss_mask"))
+                counts += np.bincount(ids[mask == 1], minlength=len(counts))
+    seen = np.flatnonzero(counts)
+    value = {"fingerprint": store.fingerprint, "ids": seen.tolist(), "counts": counts[seen].tolist()}
+    store.folder.write(NAME, json.dumps(value).encode())
+    return counts
+
+
+def _values(column: pa.ChunkedArray) -> np.ndarray:
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks])

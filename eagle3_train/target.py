@@ -1,0 +1,252 @@
+"""The target model on disk and in memory: one plain Hugging Face folder, its tokenizer, and what identifies them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3_train.config import TargetConfig
+from eagle3_train.console import say
+from eagle3_train.files import file_fingerprint, find_package_file, read_json, temporary_path, write_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+SOURCE_FILE = "source.json"  # in a converted folder: what it was converted from
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def prepare_target(cfg: TargetConfig, folder: str | Path) -> Path:
+    """Path of the target as a plain Hugging Face folder.
+
+    A folder or a hub id is used as it is (a hub model is downloaded to the hub's own cache). A GGUF file, by path or as
+    `package:NAME/FILE.gguf`, is converted once to `folder`; `folder` appears whole or not at all.
+
+    Raises:
+        ValueError: no such folder, file or hub model (or no network), with the way out.
+    """
+    model = cfg.model
+    if model.endswith(".gguf"):
+        source = find_package_file(model) if model.startswith("package:") else Path(model).expanduser()
+        if not source.is_file():
+            raise ValueError(f"target.model={model}: no such file")
+        return _converted(source, model, Path(folder))
+    local = Path(model).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ValueError(f"target.model={model}: the folder holds no config.json, so it is no Hugging Face model")
+        return local
+    return _downloaded(cfg)
+
+
+def _downloaded(cfg: TargetConfig) -> Path:
+    from huggingface_hub import snapshot_download
+
+    small = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.py"] if cfg.trust_remote_code else [])
+    try:
+        path = Path(snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=[*small, "*.safetensors"]))
+        if not any(path.glob("*.safetensors")):
+            path = Path(snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=[*small, "*.bin"]))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"target.model={cfg.model} is neither a local folder, nor a .gguf file, nor a hub model that could be fetched "
+            f"({type(e).__name__}). Without network, download it elsewhere and give the folder: target.model=FOLDER"
+        ) from e
+    return path
+
+
+def _converted(source: Path, spec: str, folder: Path) -> Path:
+    identity = {"model": spec, "file": file_fingerprint(source)}
+    if (folder / SOURCE_FILE).is_file():
+        if read_json(folder / SOURCE_FILE) == identity:
+            return folder
+        say(f"{folder} was converted from another file than {spec}: converting anew")
+    say(f"converting {source.name} to a plain Hugging Face folder, once (about 40 s for 135M parameters)")
+    aside = temporary_path(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        _convert_gguf(source, aside)
+        write_json(aside / SOURCE_FILE, identity)
+        _sync(aside)
+        _replace(aside, folder, identity)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    """Dequantise into `folder`. The values stay fp32, as dequantised: nearly none of them is a bf16 or fp16 number."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+        # The loaded model calls itself quantised although its tensors are plain: a clean one, of the same class, does not.
+        config = {k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+        config.pop("_model_name_or_path", None)
+        with torch.device("meta"):
+            plain = type(model)(type(model.config).from_dict(config))
+        plain.load_state_dict(model.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = model.generation_config
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        logging.enable_progress_bar()
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.iterdir():
+        with open(file, "rb") as f:
+            os.fsync(f.fileno())
+
+
+def _replace(aside: Path, folder: Path, identity: dict[str, str]) -> None:
+    """Rename `aside` to `folder`. Another process may have been first: then its folder, of the same content, stays."""
+    if folder.exists():
+        old = aside.with_suffix(".old")
+        folder.rename(old)
+        shutil.rmtree(old)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if not (folder / SOURCE_FILE).is_file() or read_json(folder / SOURCE_FILE) != identity:
+            raise
+
+
+def load_target(
+    folder: str | Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> nn.Module:
+    """The target as a causal language model of transformers, for inference alone: eval mode, no gradients, SDPA."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    finally:
+        logging.enable_progress_bar()
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(
+    folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The target's tokenizer; `chat_template`, a Jinja file, replaces its own template.
+
+    Raises:
+        ValueError: no chat template at all, or no such file.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = _template_file(chat_template).read_text(encoding="utf-8")
+    if not tokenizer.chat_template:
+        raise ValueError(f"{folder}: the tokenizer has no chat template; give one: target.chat_template=FILE.jinja")
+    return tokenizer
+
+
+def _template_file(chat_template: str) -> Path:
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        raise ValueError(f"target.chat_template={chat_template}: no such file")
+    return path
+
+
+def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids that end the target's turn, ascending: its generation configuration's and the tokenizer's own.
+
+    Raises:
+        ValueError: there is none, so that generation would never stop.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        ids = read_json(path).get("eos_token_id") if path.is_file() else None
+        found |= set(ids) if isinstance(ids, list) else ({ids} if ids is not None else set())
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise ValueError(f"{folder}: neither generation_config.json nor the tokenizer names an end-of-sequence token")
+    return sorted(found)
+
+
+def weight_hash(folder: str | Path) -> str:
+    """Hex digest of the target's weights and configuration; the split into files and the file order do not count."""
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    digests = [d for file in files for d in _tensor_digests(file)]
+    if not files:
+        digests = [f"{file.name} {_file_digest(file)}" for file in sorted(folder.glob("*.bin"))]
+    if not digests:
+        raise ValueError(f"{folder} holds no weights (*.safetensors or *.bin)")
+    config = read_json(folder / "config.json")
+    for volatile in ("transformers_version", "_name_or_path"):
+        config.pop(volatile, None)
+    return _digest("\n".join([json.dumps(config, sort_keys=True), *sorted(digests)]))
+
+
+def _tensor_digests(file: Path) -> list[str]:
+    """`name dtype shape sha256` of each tensor of a safetensors file: an 8-byte length, a JSON header, then the data."""
+    with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+        base = 8 + int.from_bytes(view[:8], "little")
+        header: dict[str, Any] = json.loads(bytes(view[8:base]))
+        header.pop("__metadata__", None)
+
+        def digest(name: str) -> str:
+            entry = header[name]
+            start, end = entry["data_offsets"]
+            with view[base + start : base + end] as raw:
+                return f"{name} {entry['dtype']} {entry['shape']} {hashlib.sha256(raw).hexdigest()}"
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the interpreter's lock
+            return list(pool.map(digest, header))
+
+
+def _file_digest(file: Path) -> str:
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def tokenizer_hash(folder: str | Path) -> str:
+    """Hex digest of what maps text to token ids: vocabulary, merges, special tokens. The chat template has its own."""
+    parts = [f"{name} {_file_digest(file)}" for name in TOKENIZER_FILES if (file := Path(folder) / name).is_file()]
+    if not parts:
+        raise ValueError(f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
+    config = _tokenizer_config(folder)
+    special = {k: v for k, v in config.items() if k.endswith("_token") or k.startswith("add")}
+    return _digest("\n".join([*parts, json.dumps(special, sort_keys=True)]))
+
+
+def chat_template_hash(folder: str | Path, chat_template: str | None = None) -> str:
+    """Hex digest of the chat template in use: the file `chat_template`, or the tokenizer's own."""
+    own = Path(folder) / "chat_template.jinja"
+    if chat_template is not None:
+        return _digest(_template_file(chat_template).read_text(encoding="utf-8"))
+    if own.is_file():
+        return _digest(own.read_text(encoding="utf-8"))
+    return _digest(json.dumps(_tokenizer_config(folder).get("chat_template")))
+
+
+def _tokenizer_config(folder: str | Path) -> dict[str, Any]:
+    path = Path(folder) / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,102 @@
+"""Decoding of whole tasks, and `measure`: what it checks, what it writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle3_train import config
+from eagle3_train.config import Config, TaskConfig, digest
+from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.evaluate import decode, decode_tasks, measure
+from eagle3_train.evaluate.records import read_records
+from eagle3_train.files import write_json
+from tests.evaluate.tiny import NEW, STOPS, trained_head, transcripts, write_store
+from tests.heads import LAYER_IDS, tiny_target
+
+TASK = TaskConfig(name="tiny", source="file", path="-", new_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("transcripts")
+    write_store(path / "tiny", transcripts())
+    return str(path)
+
+
+def test_decode_tasks_measures_the_first_prompts(folder: str) -> None:
+    records, keys = decode_tasks(trained_head(), tiny_target(), folder, [TASK], 3, 3, STOPS, 50, 0)
+    assert [r.prompt for r in records] == [s.sample_id for s in transcripts()[:3]]
+    assert [r.tokens + 1 for r in records] == [int(s.loss_mask.sum()) for s in transcripts()[:3]]
+    assert all(r.seconds > 0 and r.plain_seconds > 0 for r in records)  # type: ignore[operator]
+    assert keys["decode_setup"] == {"dtype": "float32", "device": "cpu", "threads": torch.get_num_threads()}
+    assert keys["speedup"]["tiny"]["lossless"] == 3
+    assert keys["tau_decode"]["tiny"]["prompts"] == 3
+
+
+def test_an_output_that_is_not_the_targets_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
+        return len(drafts), [*drafts.tolist(), int(choice[-1])]  # accepts everything
+
+    monkeypatch.setattr("eagle3_train.decode.chain.accept_greedy", wrong)
+    with pytest.raises(RuntimeError, match=r"prompt-10.*not lossless"):
+        decode_tasks(trained_head(), tiny_target(), folder, [TASK], 8, 3, STOPS, 50, 0)
+
+
+def test_a_tie_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = TargetRunner(tiny_target(), LAYER_IDS)
+    prompt = torch.tensor([4, 9])
+    logits = runner.forward(torch.tensor([4, 9, 7]), last_only=True).logits[0]
+    gap = float(abs(logits[1] - logits[2]))
+    with pytest.raises(RuntimeError, match=r"\[2\].*\[1\]"):
+        decode.compare(runner, prompt, [7, 1, 5], [7, 2, 5], "p")
+    monkeypatch.setattr(decode, "TIE", gap + 1e-3)
+    found = decode.compare(runner, prompt, [7, 1, 5], [7, 2, 5], "p")
+    assert found == {"lossless": False, "first_difference": 1, "logit_gap": pytest.approx(gap, abs=1e-4)}
+    assert "prompt 'p'" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="not lossless"):
+        decode.compare(runner, prompt, [7, 1, 5], [7, 1], "p")
+
+
+@pytest.fixture
+def point(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    cfg = config.compose([f"paths.outputs={tmp_path}", "eval.decode_tasks=[]", "eval.bootstrap=50", "device=cpu"])
+    cfg.paths.store = str(tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "transcripts").symlink_to(folder)
+    cfg.eval.tasks, cfg.eval.decode_tasks, cfg.eval.decode_prompts = [TASK], ["tiny"], 2
+    # The tiny target has no tokenizer that could name its stop tokens.
+    for name, value in (("prepare_target", "-"), ("load_tokenizer", None), ("stop_ids", STOPS)):
+        monkeypatch.setattr(f"eagle3_train.evaluate.point.{name}", lambda *a, value=value: value)
+    return cfg
+
+
+def test_measure_completes_the_result(point: Config) -> None:
+    write_json(point.point_dir / "train.json", {"draft": "eagle3", "wall_seconds": {"train": 5.0}, "val_loss": 2.5})
+    result = measure(point, trained_head(), tiny_target())
+    assert result == json.loads((point.point_dir / "result.json").read_text())
+    assert (result["schema"], result["draft"], result["val_loss"]) == (1, "eagle3", 2.5)
+    assert set(result["wall_seconds"]) == {"train", "replay", "decode"}
+    assert result["eval_identity"] == digest(point.eval_identity)
+    assert len(result["alpha"]) == 3
+    assert (result["tau_replay"]["tiny"]["prompts"], result["tau_decode"]["tiny"]["prompts"]) == (8, 2)
+    records = read_records(point.point_dir / "records.jsonl")
+    assert [r.method for r in records] == ["replay"] * 8 + ["decode"] * 2
+
+
+def test_measure_without_the_target_replays_alone(point: Config) -> None:
+    write_json(point.point_dir / "train.json", {})
+    result = measure(point, trained_head(), None)
+    assert "tau_replay" in result
+    assert not {"tau_decode", "speedup", "decode_setup"} & set(result)
+
+
+def test_measure_of_an_untrained_point_is_refused_before_any_work(point: Config) -> None:
+    point.eval.tasks = [replace(TASK, name="nowhere")]
+    with pytest.raises(ValueError, match="train the point first"):
+        measure(point, trained_head(), None)
