@@ -367,12 +367,17 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
 
 
-def compose(overrides: list[str]) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides, from anywhere, and check it."""
+def compose_raw(overrides: list[str]) -> DictConfig:
+    """Compose `conf/config.yaml` with Hydra overrides, from anywhere; interpolations are left as they are."""
     import hydra
 
     with hydra.initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-        return resolve(hydra.compose("config", overrides=overrides))
+        return hydra.compose("config", overrides=overrides)
+
+
+def compose(overrides: list[str]) -> Config:
+    """Compose `conf/config.yaml` with Hydra overrides, from anywhere, and check it."""
+    return resolve(compose_raw(overrides))
 
 
 def register() -> None:
