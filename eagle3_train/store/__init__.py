@@ -7,6 +7,7 @@ from .plan import BatchPlan, prefix_for_tokens
 from .reader import Store
 from .schema import CONVENTION, Sequence, StoreSpec
 from .target import TargetPart, read_target_part, write_target_part
+from .verify import Problem
 from .writer import ShardWriter, missing_shards, shard_name, shard_rows
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Index",
     "Loader",
     "Manifest",
+    "Problem",
     "Sequence",
     "ShardEntry",
     "ShardWriter",

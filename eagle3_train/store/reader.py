@@ -16,6 +16,7 @@ import torch
 from .folder import Folder, RangeReader
 from .manifest import Index, Manifest
 from .schema import DTYPES, HIDDEN, Sequence, StoreSpec, arrow_schema
+from .verify import Problem, verify
 from .writer import PREFIX, remedy
 
 CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
@@ -88,6 +89,10 @@ class Store:
         hidden = shard.hidden(int(index.offset[row]), n_tokens * self.spec.token_bytes)
         shape = (n_tokens, len(self.spec.layer_ids), self.spec.hidden_size)
         return Sequence(hidden=hidden.view(DTYPES[self.spec.dtype]).view(shape), **values)
+
+    def verify(self, progress: Callable[[int], None] = lambda n_bytes: None) -> list[Problem]:
+        """Check every byte and every value; an empty list is a sound store. `progress` is told of bytes checked."""
+        return list(verify(self, progress))
 
     def _open_shard(self, number: int) -> _Shard:
         return _Shard(self.folder, self.manifest, number)

@@ -123,6 +123,7 @@ class ShardWriter:
             write_statistics=False,
             data_page_size=1 << 40,  # never reached: a row group is one page a column
         )
+        self._stack.callback(self._close)
         return self
 
     def __exit__(
@@ -132,9 +133,12 @@ class ShardWriter:
             with self._stack:
                 self._finish()
         else:  # `Folder.create` is handed the exception and removes the unfinished file
-            self._sink.discard = True
-            self._parquet.close()
             self._stack.__exit__(kind, error, trace)
+
+    def _close(self) -> None:
+        """Nothing after a finished shard; else let Arrow write its footer nowhere, rather than when it is collected."""
+        self._sink.discard = True
+        self._parquet.close()
 
     def add(self, sequence: Sequence) -> None:
         """Append one sequence. Its hidden states are cast to the store's dtype, on whatever device they are."""
