@@ -73,7 +73,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
         state = found.state
         first, totals = plan.resume(state["plan"]), state["totals"]
         engine.load(found.weights(), found.engine_state())
-    tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, rank=world.rank)
+    tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
         say(
