@@ -4,7 +4,7 @@ from .counts import token_counts
 from .loader import Loader
 from .manifest import Index, Manifest, ShardEntry, finalize
 from .plan import BatchPlan, prefix_for_tokens
-from .reader import Store
+from .reader import Store, concatenate
 from .schema import CONVENTION, Sequence, StoreSpec
 from .target import TargetPart, read_target_part, write_target_part
 from .verify import Problem
@@ -23,6 +23,7 @@ __all__ = [
     "Store",
     "StoreSpec",
     "TargetPart",
+    "concatenate",
     "finalize",
     "missing_shards",
     "prefix_for_tokens",

@@ -106,7 +106,6 @@ def _value_problems(sequence: Sequence, spec: StoreSpec) -> Iterator[str]:
         yield f"loss_mask is not one 0 or 1 for each of {n} tokens"
     if (lse := sequence.target_logsumexp) is not None and (len(lse) != n or not np.isfinite(lse).all()):
         yield f"target_logsumexp is not one finite number for each of {n} tokens"
-    low, high = torch.aminmax(sequence.hidden)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    if not all(torch.isfinite(edge) for edge in torch.aminmax(sequence.hidden)):
         bad = (~torch.isfinite(sequence.hidden)).nonzero()[0].tolist()
         yield f"hidden state of token {bad[0]}, layer id {spec.layer_ids[bad[1]]} is not finite"

@@ -14,6 +14,7 @@ from eagle3_train.store import (
     Sequence,
     ShardWriter,
     Store,
+    concatenate,
     finalize,
     missing_shards,
     read_target_part,
@@ -50,6 +51,23 @@ def test_round_trip_is_bitwise_in_any_order(tmp_path: Path, dtype: str, logsumex
     for row, sequence in zip(rows, found, strict=True):
         assert_same(sequence, make_sequence(store.spec, row, 3000), DTYPES[dtype])
     assert store.verify() == []
+
+
+def test_a_batch_lies_in_one_piece_of_memory(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    rows = [7, 2, 19, 2]
+    batch = store.read_batch(rows)
+    for row, sequence in zip(rows, batch, strict=True):
+        assert_same(sequence, make_sequence(store.spec, row), torch.bfloat16)
+    whole = concatenate(batch)
+    assert whole.data_ptr() == batch[0].hidden.data_ptr()
+    assert torch.equal(whole, torch.cat([s.hidden for s in batch]))
+    for others in ([batch[0], batch[2]], batch[::-1], [store[1], store[2]]):
+        assert torch.equal(concatenate(others), torch.cat([s.hidden for s in others]))
+    assert torch.equal(concatenate(batch[1:3]), torch.cat([s.hidden for s in batch[1:3]]))
+    assert store.read_batch([]) == []
+    with pytest.raises(IndexError, match="row 23"):
+        store.read_batch([0, 23])
 
 
 def test_any_parquet_reader_reads_a_shard(tmp_path: Path) -> None:
