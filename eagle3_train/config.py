@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from eagle3_train.files import write_text
 
@@ -395,8 +396,13 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: str | Path) -> Config:
-    """Read a resolved configuration back. Unknown keys are refused: the file is of another version."""
-    return resolve(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore[arg-type]
+    """Read a resolved configuration back. ValueError where it has keys or values that this version does not know."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except OmegaConfBaseException as e:
+        reason = str(e).partition("\n")[0]
+        raise ValueError(f"{path} is not a configuration of this version of the code ({reason})") from e
+    return resolve(merged)  # type: ignore[arg-type]
 
 
 def conf_dir() -> Path:

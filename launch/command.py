@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from launch.jobs import Job
 
@@ -15,18 +16,30 @@ def command(job: Job, environ: Mapping[str, str] = os.environ) -> list[str]:
     launch = job.cfg.launch
     python = [(launch.kind == "slurm" and launch.slurm.python) or sys.executable]
     step = ["-m", "eagle3_train.cli", job.step, "--resolved", str(job.folder / "config.yaml")]
-    in_slurm = launch.kind == "slurm" and "SLURM_JOB_ID" in environ
     if job.nodes * job.processes == 1:
         ranks = [*python, *step]
     else:
         meeting = _meeting(job, environ) if job.nodes > 1 else ["--standalone"]
         torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(job.processes)]
         ranks = [*python, *torchrun, *step]
-    if not in_slurm:
+    if not _in_allocation(job, environ):
         return ranks
     nodes = str(job.nodes)
     layout = ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
     return ["srun", *layout, *launch.slurm.srun, *ranks]
+
+
+def terminator(job: Job, environ: Mapping[str, str] = os.environ) -> Callable[[], None] | None:
+    """How to tell the ranks of a job to end, where a signal to our child is not the way (None: it is). srun answers
+    SIGTERM by killing its tasks outright; SLURM, when asked, hands the signal on to them."""
+    if not _in_allocation(job, environ):
+        return None
+
+    def tell() -> None:
+        # Where SLURM does not take it, the steps are over or SLURM ends them itself; after the grace they are killed.
+        subprocess.run(["scancel", "--signal=TERM", environ["SLURM_JOB_ID"]], check=False)
+
+    return tell
 
 
 def environment(job: Job) -> dict[str, str]:
@@ -38,6 +51,10 @@ def environment(job: Job) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env = {"OMP_NUM_THREADS": str(max(1, cores // job.processes))} | env
     return env
+
+
+def _in_allocation(job: Job, environ: Mapping[str, str]) -> bool:
+    return job.cfg.launch.kind == "slurm" and "SLURM_JOB_ID" in environ
 
 
 def _meeting(job: Job, environ: Mapping[str, str]) -> list[str]:

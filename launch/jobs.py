@@ -17,7 +17,6 @@ from typing import Any
 
 from eagle3_train.config import Config, digest
 from eagle3_train.files import read_json, write_json
-from launch.supervise import Outcome
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
 OF_STUDY = (*SHARED, "report")  # steps of the study as a whole; the others are steps of a point
@@ -67,14 +66,12 @@ class Job:
             return self._is_stamped()
         return self.step == "point" and is_measured(self.cfg)
 
-    def finish(self, seconds: float) -> Outcome:
-        """After a successful run: record what a shared step has made, or say that something is missing."""
+    def finish(self) -> bool:
+        """After a successful run: record what a shared step has made. False: something that it should make is missing.
+        Of several parts, the last to finish completes the whole."""
         if self.step in SHARED and all(p.is_file() for p in outputs(self.cfg, self.step)):
             write_json(self._stamp, {"identity": data_identity(self.cfg, self.step)})
-        # Of several parts, the last to finish completes the whole.
-        if self.is_done() or self.part is not None or self.step not in (*SHARED, "point"):
-            return Outcome("done", seconds)
-        return Outcome("failed", seconds, "it ended well, but what it should have written is missing")
+        return self.is_done() or self.part is not None or self.step not in (*SHARED, "point")
 
     @property
     def _stamp(self) -> Path:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from eagle3_train import config
 from launch.cancel import Cancellation
-from launch.command import command, environment
+from launch.command import command, environment, terminator
 from launch.jobs import Job
 from launch.lock import Lock
-from launch.supervise import GRACE_S, Outcome, supervise
+from launch.supervise import GRACE_S, Outcome, note_end, supervise, tail
 
 
 def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace: float = GRACE_S) -> Outcome:
@@ -38,9 +38,14 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
             job.name,
             environment(job),
             lambda: "lost" if lock.lost.is_set() else cancelled() or stop(),
+            terminator(job),
             grace,
         )
-        return job.finish(outcome.seconds) if outcome.state == "done" else outcome
+        if outcome.state == "done" and not job.finish():
+            reason = "it ended well, but what it should have written is missing"
+            note_end(job.folder, "failed", reason)
+            return Outcome("failed", outcome.seconds, reason, tail(job.folder / "log.txt"))
+        return outcome
     finally:
         lock.release()
 

@@ -11,8 +11,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3_train import config
@@ -24,13 +24,12 @@ from launch.jobs import Job
 
 @dataclass(frozen=True)
 class Batch:
-    """One submission: jobs of the same kind, as an array where there are several. `after`: names of the batches that
-    must have succeeded before (`always`: that must have ended)."""
+    """One submission: jobs of the same kind, as an array. `after`: what it waits for, name of a batch -> SLURM's
+    condition (afterok: it has succeeded; afterany: it has ended); those that are not submitted are no matter."""
 
     name: str
     jobs: Sequence[Job]
-    after: str | None = None
-    always: bool = False
+    after: Mapping[str, str] = field(default_factory=dict)
     at_once: int = 1
 
 
@@ -81,11 +80,11 @@ def render(batch: Batch) -> str:
     )
 
 
-def batches_of_step(job: Job, after: str | None = None) -> list[Batch]:
+def batches_of_step(job: Job, after: Mapping[str, str] | None = None) -> list[Batch]:
     """A step as a batch; capture as an array of jobs that share its shards out."""
     parts = job.cfg.launch.slurm.capture_jobs
     jobs = [job] if job.step != "capture" or parts == 1 else [Job(job.step, job.cfg, (i, parts)) for i in range(parts)]
-    return [Batch(job.step, jobs, after, at_once=len(jobs))]
+    return [Batch(job.step, jobs, after or {}, at_once=len(jobs))]
 
 
 def submit(batches: Sequence[Batch]) -> dict[str, str]:
@@ -108,8 +107,8 @@ def submit(batches: Sequence[Batch]) -> dict[str, str]:
         script = folder(cfg) / f"{batch.name}.sbatch"
         write_text(script, render(batch))
         command = ["sbatch", "--parsable"]
-        if batch.after in ids:
-            command.append(f"--dependency={'afterany' if batch.always else 'afterok'}:{ids[batch.after]}")
+        if conditions := [f"{condition}:{ids[name]}" for name, condition in batch.after.items() if name in ids]:
+            command.append(f"--dependency={','.join(conditions)}")
         done = subprocess.run([*command, str(script)], capture_output=True, text=True)
         if done.returncode != 0:
             raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")

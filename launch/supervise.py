@@ -48,13 +48,14 @@ def supervise(
     name: str,
     env: dict[str, str] | None = None,
     stop: Callable[[], str] = lambda: "",
+    terminate: Callable[[], None] | None = None,
     grace: float = GRACE_S,
 ) -> Outcome:
     """Run `command`, wait for it, and say how it ended. `env` adds to the environment.
 
     `stop` is asked twice a second; when it returns a state (see `Outcome`) the child is ended, and that is the outcome.
-    An exception in this thread (Ctrl-C, SIGTERM as cli.py raises it) ends the child too, and goes on upwards. `grace`:
-    seconds from SIGTERM to SIGKILL.
+    An exception in this thread (Ctrl-C, SIGTERM as cli.py raises it) ends the child too, and goes on upwards.
+    `terminate` tells the child to end, by default by SIGTERM to its group; after `grace` seconds it is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
@@ -71,25 +72,26 @@ def supervise(
             env=os.environ | {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"} | (env or {}),
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the child in good order
         )
+        tell = terminate or (lambda: _signal(child, signal.SIGTERM))
         try:
             stopped = _forward(child, log, name, stop)
         except BaseException as e:
-            _end(child, log, name, grace)
-            _finish(folder, status, "stopped", type(e).__name__)
+            _end(child, log, name, tell, grace)
+            note_end(folder, "stopped", type(e).__name__)
             raise
         if stopped:
-            _end(child, log, name, grace)
+            _end(child, log, name, tell, grace)
     seconds = time.time() - started
     if stopped == "lost":  # the files are another process's now
         return Outcome(stopped, seconds, "another process has taken this job over")
     if stopped:
-        _finish(folder, status, "stopped", stopped)
+        note_end(folder, "stopped", stopped)
         return Outcome(stopped, seconds)
     if child.returncode == 0:
-        _finish(folder, status, "done", "")
+        note_end(folder, "done", "")
         return Outcome("done", seconds)
     reason = _reason(child.returncode)
-    _finish(folder, status, "failed", reason)
+    note_end(folder, "failed", reason)
     return Outcome("failed", seconds, reason, tail(folder / "log.txt"))
 
 
@@ -134,12 +136,12 @@ def _show(name: str, line: bytes) -> None:
         say(f"{name} | {text}")
 
 
-def _end(child: subprocess.Popen[bytes], log: IO[bytes], name: str, grace: float) -> None:
-    """SIGTERM to the child's group, SIGKILL after the grace or at a second Ctrl-C. Closing standard input ends what is
-    left: torchrun puts its ranks into sessions of their own, which no signal to the group reaches."""
+def _end(child: subprocess.Popen[bytes], log: IO[bytes], name: str, tell: Callable[[], None], grace: float) -> None:
+    """Tell the child to end; SIGKILL after the grace or at a second Ctrl-C. Closing standard input ends what is left:
+    torchrun puts its ranks into sessions of their own, which no signal to the group reaches."""
     deadline = time.monotonic() + grace
     try:
-        _signal(child, signal.SIGTERM)
+        tell()
         _forward(child, log, name, lambda: "late" if time.monotonic() > deadline else "")
     finally:
         assert child.stdin
@@ -168,8 +170,10 @@ def _begin(folder: Path, command: Sequence[str], started: float) -> dict[str, An
     return status
 
 
-def _finish(folder: Path, status: dict[str, Any], state: str, reason: str) -> None:
-    write_json(folder / "status.json", status | {"state": state, "reason": reason, "ended": time.time()})
+def note_end(folder: Path, state: str, reason: str) -> None:
+    """Write into status.json how the last attempt ended."""
+    path = folder / "status.json"
+    write_json(path, read_json(path) | {"state": state, "reason": reason, "ended": time.time()})
 
 
 def _reason(code: int) -> str:

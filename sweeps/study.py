@@ -61,16 +61,17 @@ def run_study(overrides: Sequence[str]) -> Report:
 
 
 def batches(study: Study, left: list[Point]) -> list[slurm.Batch]:
-    """What is left of a study as submissions: prepare -> capture -> points -> report, each after the one before."""
+    """What is left of a study as submissions: prepare -> capture -> points -> report. The report comes when the points
+    have ended, well or not; where the data could not be made, SLURM drops all that follows."""
     chain: list[slurm.Batch] = []
-    for step in SHARED:
+    for step, after in zip(SHARED, ({}, {SHARED[0]: "afterok"}), strict=True):
         job = Job(step, study.cfg)
         if not job.is_done():
-            chain += slurm.batches_of_step(job, after=chain[-1].name if chain else None)
+            chain += slurm.batches_of_step(job, after)
+    data = dict.fromkeys(SHARED, "afterok")
     points = [Job("point", p.cfg) for p in left]
-    at_once = study.cfg.launch.slurm.points_at_once
-    chain.append(slurm.Batch("points", points, chain[-1].name if chain else None, at_once=at_once))
-    return [*chain, slurm.Batch("report", [Job("report", study.cfg)], "points", always=True)]
+    chain.append(slurm.Batch("points", points, data, at_once=study.cfg.launch.slurm.points_at_once))
+    return [*chain, slurm.Batch("report", [Job("report", study.cfg)], {"points": "afterany", **data})]
 
 
 def record(study: Study) -> None:

@@ -23,6 +23,12 @@ def test_resolved_configuration_round_trips(tmp_path: Path) -> None:
     assert config.load(tmp_path / "config.yaml") == cfg
 
 
+def test_a_configuration_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("optim: {learning_rate: 1}\n")
+    with pytest.raises(ValueError, match=r"config\.yaml is not a configuration of this version.*learning_rate"):
+        config.load(tmp_path / "config.yaml")
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

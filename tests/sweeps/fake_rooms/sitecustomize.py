@@ -25,14 +25,15 @@ def note(text):
 
 def prepare(cfg):
     note("prepare")
-    write_json(Path(cfg.paths.corpus) / "report.json", {})
+    part = {"sequences": 256, "tokens": 1000, "supervised_tokens": 500}
+    write_json(Path(cfg.paths.corpus) / "report.json", {"parts": {"train": part}})
 
 
 def capture(cfg, rank=0, world=1):
     note(f"capture {rank}/{world}")
     store = Path(cfg.paths.store)
     for folder in (store, store / "validation", *(store / "transcripts" / t.name for t in cfg.eval.tasks)):
-        write_json(folder / "manifest.json", {"tokens": 1000})
+        write_json(folder / "manifest.json", {"rows": 256, "tokens": 1000, "supervised_tokens": 500})
 
 
 def train(cfg):
@@ -48,7 +49,7 @@ def train(cfg):
         print(f"step {step} of {steps}")
     if (part := os.environ.get("FAKE_FAIL")) and part in cfg.point_name:
         raise RuntimeError("the loss is not finite")
-    write_json(cfg.point_dir / "train.json", {})
+    write_json(cfg.point_dir / "train.json", {"train_flops": 1e12, "wall_seconds": {"train": 1.0}})
     note(f"trained {cfg.point_name}")
     return "head"
 
