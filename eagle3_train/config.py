@@ -73,7 +73,7 @@ class CaptureConfig:
 
 @dataclass
 class StoreConfig:
-    dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32
+    dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32 | fp8
     transcript_dtype: str = "fp32"  # of the evaluation transcripts: fp32 makes replay equal fp32 decoding exactly
     row_group_mib: int = 32
 
@@ -258,7 +258,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "capture.backend": ("hf",),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
-    "store.dtype": ("bf16", "fp16", "fp32"),
+    "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
     "draft.kind": ("eagle3",),
     "draft.init_lm_head": ("target", "random"),

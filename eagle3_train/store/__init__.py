@@ -7,6 +7,7 @@ from .plan import BatchPlan, prefix_for_tokens
 from .reader import Store, concatenate
 from .schema import CONVENTION, Sequence, StoreSpec
 from .target import TargetPart, read_target_part, write_target_part
+from .transform import merge, prune
 from .verify import Problem
 from .writer import ShardWriter, missing_shards, shard_name, shard_rows
 
@@ -25,8 +26,10 @@ __all__ = [
     "TargetPart",
     "concatenate",
     "finalize",
+    "merge",
     "missing_shards",
     "prefix_for_tokens",
+    "prune",
     "read_target_part",
     "shard_name",
     "shard_rows",
