@@ -104,7 +104,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         return Job(name, corpus / f"{name}.parquet", path, wanted, finished, task, missing)
 
     store, shards = cfg.paths.store, cfg.capture.shards
-    states = {"dtype": cfg.store.dtype, "compute_dtype": compute}
+    states: dict[str, Any] = {"dtype": cfg.store.dtype, "compute_dtype": compute}
     jobs = [job("train", store, shards, **states), job("validation", f"{store}/validation", shards, **states)]
     for task in cfg.eval.tasks:
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.

@@ -37,8 +37,8 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     Worker `rank` of `world` captures every world-th missing shard; whoever finishes a store's last one writes its
     manifest. What is there already is never redone, so an interrupted capture continues.
 
-    Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far; `mismatched` of
-    the `compared` positions of a transcript have another arg max in the teacher-forced pass than the token generated.
+    Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far; `mismatched`
+    of the `compared` positions of a transcript have another arg max in the teacher-forced pass than the token generated.
 
     Raises:
         ValueError: no corpus, a store of another spec, a disk too small, states that are not finite.
