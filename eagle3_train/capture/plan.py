@@ -46,13 +46,17 @@ class Job:
     def rows(self, shard: int) -> range:
         return shard_rows(self.spec.n_rows, self.spec.n_shards, shard)
 
-    @property
-    def missing_tokens(self) -> int:
-        return sum(int(self.lengths[r.start : r.stop].sum()) for r in map(self.rows, self.missing))
+    def tokens(self, shard: int) -> int:
+        rows = self.rows(shard)
+        return int(self.lengths[rows.start : rows.stop].sum())
+
+    def generated(self, shard: int) -> int:
+        """Tokens that the target generates for a shard, at most."""
+        return len(self.rows(shard)) * self.task.new_tokens if self.task else 0
 
     @property
     def missing_bytes(self) -> int:
-        return self.spec.estimate_bytes(self.missing_tokens)
+        return self.spec.estimate_bytes(sum(map(self.tokens, self.missing)))
 
 
 def layer_ids(cfg: CaptureConfig, n_layers: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The step as a whole on a tiny target: resumed, split among workers, refused; and transcripts against plain decoding."""
+"""The step as a whole on a tiny target: resumed, split among workers, refused; transcripts against plain decoding."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_workers_and_interruptions_change_no_byte(
     whole = files(cfg.paths.store)
     other = study(folder, tiny_target, "study.name=other", f"paths.corpus={cfg.paths.corpus}")
     # A worker dies in its second shard; then two others finish, the later one writes the manifests.
-    real, calls = run._shard, []
+    real, calls = run.Worker.shard, []
 
     def dies(*args: Any) -> None:
         calls.append(args)
@@ -124,10 +124,10 @@ def test_workers_and_interruptions_change_no_byte(
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(run, "_shard", dies)
+    monkeypatch.setattr(run.Worker, "shard", dies)
     with pytest.raises(KeyboardInterrupt):
         capture(other, rank=0, world=2)
-    monkeypatch.setattr(run, "_shard", real)
+    monkeypatch.setattr(run.Worker, "shard", real)
     first = Path(other.paths.store) / shard_name(0, 3)
     written = first.stat().st_mtime_ns
     capture(other, rank=1, world=2)
@@ -161,7 +161,7 @@ def test_what_cannot_be_done_is_refused_before_the_work(
 ) -> None:
     with pytest.raises(ValueError, match="eagle3 prepare"):
         capture(study(folder, tiny_target, "study.name=new"))
-    with pytest.raises(ValueError, match="capture.layer_ids"):
+    with pytest.raises(ValueError, match=r"capture\.layer_ids"):
         capture(study(folder, tiny_target, "capture.layer_ids=[2,8]"))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(run.require_disk.__globals__["shutil"], "disk_usage", lambda _: usage)

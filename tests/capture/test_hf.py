@@ -97,7 +97,7 @@ def test_batches_hold_every_row_once_within_the_limit() -> None:
     padded = [len(b) * max(lengths[i] for i in b) for b in batches]
     assert max(padded) <= 2048
     assert sum(lengths) / sum(padded) > 0.9  # little of the work is padding
-    assert list(by_length([5000, 1], 2048))[0] == [0]
+    assert next(by_length([5000, 1], 2048)) == [0]
 
 
 def test_windows_are_consecutive_and_bounded() -> None:
