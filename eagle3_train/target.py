@@ -164,7 +164,8 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
-    return model.to(device=device).eval().requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(

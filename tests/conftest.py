@@ -58,7 +58,7 @@ def make_tokenizer() -> MakeTokenizer:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: MakeTokenizer) -> Path:
-    """A random Llama of six layers and H 32, with a byte-level ChatML tokenizer, as a plain folder."""
+    """A random Llama of eight layers and H 32, with a byte-level ChatML tokenizer, as a plain folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -69,7 +69,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: MakeTo
         vocab_size=len(tokenizer),  # type: ignore[arg-type]
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,

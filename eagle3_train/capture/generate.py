@@ -47,7 +47,7 @@ def continue_greedily(
     )
     own, model.generation_config = model.generation_config, greedy
     try:
-        out: Any = model.generate(
+        out: Any = model.generate(  # type: ignore[operator]
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=greedy,

@@ -116,9 +116,8 @@ def _text(content: Any) -> str:
         return ""
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, dict) else p for p in content]
-        if not all(isinstance(p, str) for p in parts):
-            raise Unusable("content that is no text")
-        content = "\n".join(parts)
+        texts = [p for p in parts if isinstance(p, str)]
+        content = "\n".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise Unusable("content that is no text")
     try:

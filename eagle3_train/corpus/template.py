@@ -53,7 +53,7 @@ class Template:
             *tokenizer.all_special_tokens
         }
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(special)))
+        self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special}
         self.ends = set(ends)
         self._probe()
 
