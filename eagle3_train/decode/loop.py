@@ -26,10 +26,20 @@ class Proposal(NamedTuple):
     """Drafted tokens to verify in one target forward."""
 
     tokens: Tensor  # int64 [d]
-    q: Tensor | None = None  # [d, D] float32, what sampled tokens were drawn from; None: a deterministic draft
+    q: Tensor | None = (
+        None  # [rows, D] float32, what tokens were drawn from (a row a draft in a chain); None: not drawn
+    )
     q_ids: Tensor | None = None  # int64 [D]: target ids of the columns of q
     depths: Tensor | None = None  # int64 [d], for a tree: 0 for a child of the pending token; None: a chain
     parents: Tensor | None = None  # int64 [d], for a tree: row of the parent, -1 the pending token
+    q_nodes: Tensor | None = None  # int64 [rows of q], for a drawn tree: the node whose children each row of q gave
+
+
+def widen(proposal: Proposal, vocab_size: int) -> Tensor:
+    """q over the target's vocabulary: [d, V]."""
+    assert proposal.q is not None
+    assert proposal.q_ids is not None
+    return proposal.q.new_zeros(len(proposal.q), vocab_size).index_copy(1, proposal.q_ids, proposal.q)
 
 
 class Verdict(NamedTuple):
@@ -45,7 +55,7 @@ class Proposer(Protocol):
     def propose(
         self, head: DraftHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
     ) -> Proposal:
-        """Draft from the last observed position, at most `room` tokens deep: the generation has no use for more."""
+        """Draft from the last observed position. The generation has no use for drafts more than `room` tokens deep."""
         ...
 
     def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
@@ -132,7 +142,7 @@ def decode_speculative(
         runner.keep(base, rows)
         next_ids, features = torch.tensor(emitted, device=runner.device), verified.features[rows]
         pending = next_ids[-1:]
-        emitted = _until_stop(emitted, stops)
+        emitted = _until_stop(emitted[:left], stops)
         out.tokens += emitted
         out.accepted.append(len(emitted) - 1)
     return out

@@ -43,7 +43,7 @@ def test_an_output_that_is_not_the_targets_is_an_error(folder: str, monkeypatch:
     def wrong(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
         return len(drafts), [*drafts.tolist(), int(choice[-1])]  # accepts everything
 
-    monkeypatch.setattr("eagle3_train.decode.chain.accept_greedy", wrong)
+    monkeypatch.setattr("eagle3_train.decode.chain.accept_chosen", wrong)
     with pytest.raises(RuntimeError, match=r"prompt-10.*not lossless"):
         decode_tasks(trained_head(), tiny_target(), folder, [TASK], 8, 3, STOPS, 50, 0)
 
