@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
@@ -37,10 +38,10 @@ class Failed(Exception):
     """A job that a command started did not succeed; the message says how. Exit code 1, no traceback."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `eagle3` with the arguments after its name. Returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run `eagle3` with the arguments after its name, and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _dispatch(arguments))
+    sys.exit(guarded(lambda: _dispatch(arguments)))
 
 
 def guarded(action: Callable[[], int | None]) -> int:
@@ -148,4 +149,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

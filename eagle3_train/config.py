@@ -133,7 +133,10 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    kind: str = "single"  # single | ddp
+    """How a training step is spread over processes."""
+
+    kind: str = "single"  # single | ddp | fsdp2 | hsdp
+    shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
 
 
 @dataclass
@@ -266,7 +269,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("single", "ddp"),
+    "engine.kind": ("single", "ddp", "fsdp2", "hsdp"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local",),
@@ -364,12 +367,17 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
 
 
-def compose(overrides: list[str]) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides, from anywhere, and check it."""
+def compose_raw(overrides: list[str]) -> DictConfig:
+    """Compose `conf/config.yaml` with Hydra overrides, from anywhere; interpolations are left as they are."""
     import hydra
 
     with hydra.initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-        return resolve(hydra.compose("config", overrides=overrides))
+        return hydra.compose("config", overrides=overrides)
+
+
+def compose(overrides: list[str]) -> Config:
+    """Compose `conf/config.yaml` with Hydra overrides, from anywhere, and check it."""
+    return resolve(compose_raw(overrides))
 
 
 def register() -> None:

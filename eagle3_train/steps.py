@@ -9,10 +9,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.console import say
+
+if TYPE_CHECKING:
+    from eagle3_train.drafts import Draft
 
 
 @dataclass(frozen=True)
@@ -76,23 +80,29 @@ def evaluate(call: Call) -> int:
     cfg = call.config()
     if not (cfg.point_dir / "train.json").is_file():
         raise ValueError(f"{cfg.point_dir} holds no trained head: run `eagle3 train` with the same overrides first")
-    return _train_and_evaluate(cfg)
+    from eagle3_train.device import resolve_device
+    from eagle3_train.train import load_head
+
+    _measure(cfg, load_head(cfg, resolve_device(cfg.device)))
+    return 0
 
 
 def point(call: Call) -> int:
-    return _train_and_evaluate(call.config())
-
-
-def _train_and_evaluate(cfg: Config) -> int:
-    """Train, or load what is trained already; then rank 0 evaluates."""
-    from eagle3_train.evaluate import measure
+    cfg = call.config()
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
 
     check(cfg.tracker)
     head = train_head(cfg)
-    if _rank() != 0:
-        return 0
+    if _rank() == 0:
+        _measure(cfg, head)
+    return 0
+
+
+def _measure(cfg: Config, head: Draft) -> None:
+    """Evaluate a head; the target model is loaded only where it is decoded with."""
+    from eagle3_train.evaluate import measure
+
     target_model = None
     if cfg.eval.decode and cfg.eval.decode_tasks:
         from eagle3_train.device import resolve_device, resolve_dtype
@@ -103,7 +113,6 @@ def _train_and_evaluate(cfg: Config) -> int:
         dtype = resolve_dtype(cfg.eval.decode_dtype, device)
         target_model = load_target(folder, dtype, device, trust_remote_code=cfg.target.trust_remote_code)
     measure(cfg, head, target_model)
-    return 0
 
 
 def study(call: Call) -> int:

@@ -1,8 +1,8 @@
-"""Run one command as a child process group: output to `log.txt` and the terminal, state to `status.json`, a certain end.
+"""Run one command as a child process group: output to `log.txt` and the terminal, state to `status.json`.
 
 The same function runs a step on a laptop and inside a cluster's job. The child's standard input is a pipe that nobody
-writes to. When this process dies, however it dies, the pipe closes, and `eagle3` (cli.py) ends itself on that: no orphan
-goes on writing into a folder that a second attempt has taken over.
+writes to. When this process dies, however it dies, the pipe closes, and `eagle3` (cli.py) ends itself on that: no
+orphan goes on writing into a folder that a second attempt has taken over.
 """
 
 from __future__ import annotations

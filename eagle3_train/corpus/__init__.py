@@ -1,6 +1,6 @@
 """Sources to conversations to token ids and loss masks."""
 
-from .prepare import prepare
+from .prepare import prepare, read_report
 from .rows import Row, read_lengths, read_rows
 
-__all__ = ["Row", "prepare", "read_lengths", "read_rows"]
+__all__ = ["Row", "prepare", "read_lengths", "read_report", "read_rows"]

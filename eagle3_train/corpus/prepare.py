@@ -63,6 +63,13 @@ def prepare(cfg: Config) -> dict[str, Any]:
     return report
 
 
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a prepared corpus; ValueError where there is none."""
+    if not (folder / REPORT).is_file():
+        raise ValueError(f"{folder} holds no corpus: run `eagle3 prepare` first")
+    return read_json(folder / REPORT)
+
+
 def _identity(cfg: Config, target: Path) -> dict[str, Any]:
     """All that the rows depend on, flat, so that a difference has a name."""
     corpus = asdict(cfg.corpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +29,11 @@ class Tally:
     dropped_tokens: int = 0
     dropped_turns: int = 0
     context_turns: int = 0
+    content: hashlib._Hash = field(default_factory=hashlib.sha256)  # of all rows, in order
 
     def row(self, row: Row) -> None:
+        for part in (row.sample_id.encode() + b"\0", row.input_ids.tobytes(), row.loss_mask.tobytes()):
+            self.content.update(part)
         self.lengths.append(len(row.input_ids))
         self.supervised += int(row.loss_mask.sum())
 
@@ -42,6 +46,7 @@ class Tally:
     def to_json(self) -> dict[str, Any]:
         quantiles = np.percentile(self.lengths, QUANTILES) if self.lengths else np.zeros(len(QUANTILES))
         return {
+            "content": self.content.hexdigest()[:16],
             "sequences": len(self.lengths),
             "tokens": sum(self.lengths),
             "supervised_tokens": self.supervised,

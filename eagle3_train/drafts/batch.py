@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class DraftBatch:
     def collate(cls, sequences: Iterable[SequenceLike], device: torch.device, dtype: torch.dtype) -> DraftBatch:
         """Lay sequences end to end; at least one."""
         items = list(sequences)
-        assert items, "a rank without a share of the global batch takes DraftBatch.placeholder"
+        assert items, "see collate_or_placeholder"
         starts = [0]
         for s in items:
             starts.append(starts[-1] + len(s.input_ids))
@@ -64,12 +64,19 @@ class DraftBatch:
         )
 
     @classmethod
-    def placeholder(cls, n_layers: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> DraftBatch:
-        """One token, nothing supervised: what a rank without a share of a small global batch computes, so that all
-        ranks take part in every collective. Its loss and its gradients are zero."""
+    def collate_or_placeholder(
+        cls, sequences: Iterable[SequenceLike], head: Any, device: torch.device, dtype: torch.dtype
+    ) -> DraftBatch:
+        """`collate`, or where there are none one token with nothing supervised: what a rank without a share of a small
+        global batch computes, so that all ranks take part in every collective. Its loss and its gradients are zero.
+
+        head: the draft head, for its `n_layers` and `hidden_size`.
+        """
+        if items := list(sequences):
+            return cls.collate(items, device, dtype)
         return cls(
             input_ids=torch.zeros(1, dtype=torch.int64, device=device),
-            hidden=torch.zeros(1, n_layers, hidden_size, dtype=dtype, device=device),
+            hidden=torch.zeros(1, head.n_layers, head.hidden_size, dtype=dtype, device=device),
             target_argmax=torch.full((1,), -1, device=device),
             loss_mask=np.zeros(1, bool),
             starts=[0, 1],

@@ -4,9 +4,10 @@ from .counts import token_counts
 from .loader import Loader
 from .manifest import Index, Manifest, ShardEntry, finalize
 from .plan import BatchPlan, prefix_for_tokens
-from .reader import Store
+from .reader import Store, concatenate
 from .schema import CONVENTION, Sequence, StoreSpec
 from .target import TargetPart, read_target_part, write_target_part
+from .verify import Problem
 from .writer import ShardWriter, missing_shards, shard_name, shard_rows
 
 __all__ = [
@@ -15,12 +16,14 @@ __all__ = [
     "Index",
     "Loader",
     "Manifest",
+    "Problem",
     "Sequence",
     "ShardEntry",
     "ShardWriter",
     "Store",
     "StoreSpec",
     "TargetPart",
+    "concatenate",
     "finalize",
     "missing_shards",
     "prefix_for_tokens",

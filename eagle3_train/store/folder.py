@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-import torch
 
 
 class Folder:
@@ -149,30 +148,26 @@ class RangeReader:
         self.where = folder.show(name)
         if folder.is_local:
             local = open(folder.path(name), "rb", buffering=0)  # noqa: SIM115
-            self._read_into: Callable[[list[memoryview], int], int] = partial(_read_local, local)
+            self._read: Callable[[list[memoryview], int], int] = partial(_read_local, local)
         else:
-            self._read_into = partial(_read_remote, folder.open(name))
+            self._read = partial(_read_remote, folder.open(name))
 
-    def read(self, offset: int, prefix: int, size: int) -> tuple[bytes, torch.Tensor]:
-        """`prefix` bytes at `offset`, and the `size` bytes behind them as uint8 [size], in memory of its own.
-
-        The second part alone begins at an aligned address, as its dtype's kernels want it. EOFError: the file is cut.
-        """
-        head, out = bytearray(prefix), torch.empty(size, dtype=torch.uint8)
-        got = self._read_into([memoryview(head), out.numpy().data], offset)
-        if got != prefix + size:
-            raise EOFError(f"{self.where} ends {prefix + size - got} bytes too early")
-        return bytes(head), out
+    def read_into(self, offset: int, parts: list[memoryview]) -> None:
+        """Fill `parts`, one after the other, with the bytes from `offset` on. EOFError: the file is cut."""
+        size = sum(map(len, parts))
+        got = self._read(parts, offset)
+        if got != size:
+            raise EOFError(f"{self.where} ends {size - got} bytes too early")
 
 
-def _read_local(file: io.FileIO, into: list[memoryview], offset: int) -> int:
-    return os.preadv(file.fileno(), into, offset)  # moves up to 2 GiB at once, more than a row may have
+def _read_local(file: io.FileIO, parts: list[memoryview], offset: int) -> int:
+    return os.preadv(file.fileno(), parts, offset)  # moves up to 2 GiB at once, more than a row may have
 
 
-def _read_remote(file: pa.NativeFile, into: list[memoryview], offset: int) -> int:
-    data = file.read_at(sum(map(len, into)), offset)
+def _read_remote(file: pa.NativeFile, parts: list[memoryview], offset: int) -> int:
+    data = file.read_at(sum(map(len, parts)), offset)
     done = 0
-    for part in into:
+    for part in parts:
         piece = data[done : done + len(part)]
         part[: len(piece)] = piece
         done += len(piece)

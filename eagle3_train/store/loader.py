@@ -16,6 +16,8 @@ from .schema import Sequence
 class Loader:
     """Iterator of (step, sequences): `sequences[i]` is row `plan.rank_rows(step, rank, world)[i]` of the store.
 
+    The hidden states of a step lie end to end in one tensor (`concatenate` gives it without a copy).
+
     A thread keeps at most `prefetch` batches ready; what goes wrong in it is raised where the batch is asked for.
     `waited_s`: seconds that the consumer has waited for data. Memory: `prefetch` + 2 batches of this rank.
     Use it as a context manager, or call `close`: it ends the thread, also in the middle.
@@ -82,11 +84,7 @@ class Loader:
         try:
             for step in range(self._start, len(self._plan)):
                 rows = self._plan.rank_rows(step, self._rank, self._world)
-                sequences = []
-                for sequence in self._store.read(rows, self._readers):
-                    if self._closed.is_set():
-                        return
-                    sequences.append(sequence)
+                sequences = self._store.read_batch(rows, self._readers)
                 self._queue.put((step, sequences))
                 if self._closed.is_set():
                     return

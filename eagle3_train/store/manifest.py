@@ -261,40 +261,46 @@ class Index:
     def __len__(self) -> int:
         return self._rows
 
-    def _column(self, name: str) -> pa.ChunkedArray:
+    def _load(self, *names: str) -> pa.Table:
         with self._folder.open(INDEX) as f:
-            return pq.read_table(f, columns=[name])[name]
-
-    @cached_property
-    def shard(self) -> np.ndarray:
-        return self._column("shard").to_numpy()
-
-    @cached_property
-    def row_group(self) -> np.ndarray:
-        return self._column("row_group").to_numpy()
-
-    @cached_property
-    def row(self) -> np.ndarray:
-        return self._column("row").to_numpy()
+            return pq.ParquetFile(f).read(list(names), use_threads=False)
 
     @cached_property
     def n_tokens(self) -> np.ndarray:
-        return self._column("n_tokens").to_numpy()
+        return self._load("n_tokens")["n_tokens"].to_numpy()
 
     @cached_property
     def n_supervised(self) -> np.ndarray:
-        return self._column("n_supervised").to_numpy()
+        return self._load("n_supervised")["n_supervised"].to_numpy()
 
     @cached_property
+    def _places(self) -> dict[str, np.ndarray]:
+        """Where a row lies: needed together, by whoever reads rows."""
+        table = self._load("shard", "row_group", "row", "offset")
+        return {name: table[name].to_numpy() for name in table.column_names}
+
+    @property
+    def shard(self) -> np.ndarray:
+        return self._places["shard"]
+
+    @property
+    def row_group(self) -> np.ndarray:
+        return self._places["row_group"]
+
+    @property
+    def row(self) -> np.ndarray:
+        return self._places["row"]
+
+    @property
     def offset(self) -> np.ndarray:
-        return self._column("offset").to_numpy()
+        return self._places["offset"]
 
     @cached_property
     def sample_id(self) -> pa.ChunkedArray:
         """Strings, in Arrow: `index.sample_id[row].as_py()`."""
-        return self._column("sample_id")
+        return self._load("sample_id")["sample_id"]
 
     @cached_property
     def source(self) -> pa.ChunkedArray:
         """Dictionary-encoded strings, in Arrow."""
-        return self._column("source")
+        return self._load("source")["source"]

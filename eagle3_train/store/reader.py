@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -16,6 +18,7 @@ import torch
 from .folder import Folder, RangeReader
 from .manifest import Index, Manifest
 from .schema import DTYPES, HIDDEN, Sequence, StoreSpec, arrow_schema
+from .verify import Problem, verify
 from .writer import PREFIX, remedy
 
 CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
@@ -74,35 +77,23 @@ class Store:
             )
 
     def __getitem__(self, row: int) -> Sequence:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a store of {len(self)} rows")
-        index = self.index
-        shard = self._shards.get(int(index.shard[row]), self._open_shard)
-        group = self._groups.get(
-            (shard.number, int(index.row_group[row])), lambda key: shard.group(key[1], self._columns)
-        )
-        n_tokens = int(index.n_tokens[row])
-        values = group.row(int(index.row[row]))
-        if len(values["input_ids"]) != n_tokens:
-            raise ValueError(f"{shard.where} does not hold what the index says of row {row}: {remedy(shard.where)}")
-        hidden = shard.hidden(int(index.offset[row]), n_tokens * self.spec.token_bytes)
-        shape = (n_tokens, len(self.spec.layer_ids), self.spec.hidden_size)
-        return Sequence(hidden=hidden.view(DTYPES[self.spec.dtype]).view(shape), **values)
-
-    def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self.manifest, number)
+        (sequence,) = self.read_batch([row])
+        return sequence
 
     def read(self, rows: Iterable[int], readers: int = 1) -> Iterator[Sequence]:
-        """Sequences of `rows`, in that order. `readers` > 1 threads hide the latency of an object store or a disk."""
+        """Stream sequences of `rows`, in that order, one alive at a time (`readers` of them with several threads).
+
+        `readers` > 1 hides the latency of an object store or a disk.
+        """
         if readers == 1:
             for row in rows:
-                yield self[int(row)]
+                yield self[row]
             return
         ahead: deque[Future[Sequence]] = deque()
         with ThreadPoolExecutor(readers, "store-reader") as pool:
             try:
                 for row in rows:
-                    ahead.append(pool.submit(self.__getitem__, int(row)))
+                    ahead.append(pool.submit(self.__getitem__, row))
                     if len(ahead) >= readers:
                         yield ahead.popleft().result()
                 while ahead:
@@ -110,6 +101,63 @@ class Store:
             finally:
                 for future in ahead:
                     future.cancel()
+
+    def read_batch(self, rows: Many[int] | np.ndarray, readers: int = 1) -> list[Sequence]:
+        """Sequences of `rows`, in that order, their hidden states end to end in one tensor.
+
+        Each is read straight to its place, and `concatenate` gives the whole without a copy.
+        """
+        wanted = np.asarray(rows, np.int64)
+        for row in wanted[(wanted < 0) | (wanted >= len(self))]:
+            raise IndexError(f"row {row} of a store of {len(self)} rows")
+        index, spec = self.index, self.spec
+        lengths = index.n_tokens[wanted].astype(np.int64)
+        ends = np.cumsum(lengths)
+        shape = (int(lengths.sum()), len(spec.layer_ids), spec.hidden_size)
+        batch = torch.empty(shape, dtype=DTYPES[spec.dtype])
+        memory = batch.flatten().view(torch.uint8).numpy().data
+
+        def read_row(
+            row: int, n_tokens: int, end: int, shard_number: int, row_group: int, i: int, offset: int
+        ) -> Sequence:
+            shard = self._shards.get(shard_number, self._open_shard)
+            group = self._groups.get((shard_number, row_group), lambda key: shard.group(key[1], self._columns))
+            values = group.row(i)
+            if len(values["input_ids"]) != n_tokens:
+                raise ValueError(f"{shard.where} does not hold what the index says of row {row}: {remedy(shard.where)}")
+            start = end - n_tokens
+            shard.read_hidden(offset, memory[start * spec.token_bytes : end * spec.token_bytes])
+            return Sequence(hidden=batch[start:end], **values)
+
+        columns = (wanted, lengths, ends, *(a[wanted] for a in (index.shard, index.row_group, index.row, index.offset)))
+        calls = [column.tolist() for column in columns]
+        if readers == 1:
+            return list(map(read_row, *calls))
+        with ThreadPoolExecutor(readers, "store-reader") as pool:
+            return list(pool.map(read_row, *calls))
+
+    def _open_shard(self, number: int) -> _Shard:
+        return _Shard(self.folder, self.manifest, number)
+
+    def verify(self, progress: Callable[[int], None] = lambda n_bytes: None) -> list[Problem]:
+        """Check every byte and every value; an empty list is a sound store. `progress` is told of bytes checked."""
+        return list(verify(self, progress))
+
+
+def concatenate(sequences: list[Sequence]) -> torch.Tensor:
+    """Hidden states of all `sequences` end to end, [N, layers, H]; no copy where they lie so already (`read_batch`)."""
+    tensors = [s.hidden for s in sequences]
+    first = tensors[0]
+    place = first.storage_offset()
+    for tensor in tensors:
+        if (
+            tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or tensor.storage_offset() != place
+        ):
+            return torch.cat(tensors)
+        place += tensor.numel()
+    shape = (sum(len(t) for t in tensors), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
 
 
 class _Shard:
@@ -135,15 +183,15 @@ class _Shard:
         with self._lock:
             return _Group(self._parquet.read_row_group(number, columns, use_threads=False))
 
-    def hidden(self, offset: int, size: int) -> torch.Tensor:
-        """The `size` bytes of one row, uint8 [size]."""
+    def read_hidden(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with one row's bytes."""
+        prefix = bytearray(PREFIX.size)
         try:
-            head, data = self._ranges.read(offset, PREFIX.size, size)
+            self._ranges.read_into(offset, [memoryview(prefix), into])
         except EOFError as e:
             raise ValueError(f"{e}: {remedy(self.where)}") from e
-        if PREFIX.unpack(head) != (size,):
+        if PREFIX.unpack(prefix) != (len(into),):
             raise ValueError(f"{self.where} does not hold a row at byte {offset}: {remedy(self.where)}")
-        return data
 
 
 class _Group:

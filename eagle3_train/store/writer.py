@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from .folder import Folder
 from .schema import CONTENT_KEY, DTYPES, HIDDEN, MAX_ROW_BYTES, SPEC_KEY, Sequence, StoreSpec, arrow_schema
 
 MAX_ROW_GROUP_ROWS = 8192  # Arrow begins a new page after 20,000 rows, and a row group must stay one page
+WRITE_BACK_BYTES = 1 << 20
 PREFIX = struct.Struct("<I")  # Parquet's PLAIN encoding of a byte array: its length, then its bytes
 
 
@@ -123,6 +125,7 @@ class ShardWriter:
             write_statistics=False,
             data_page_size=1 << 40,  # never reached: a row group is one page a column
         )
+        self._stack.callback(self._close)
         return self
 
     def __exit__(
@@ -132,9 +135,12 @@ class ShardWriter:
             with self._stack:
                 self._finish()
         else:  # `Folder.create` is handed the exception and removes the unfinished file
-            self._sink.discard = True
-            self._parquet.close()
             self._stack.__exit__(kind, error, trace)
+
+    def _close(self) -> None:
+        """Nothing after a finished shard; else let Arrow write its footer nowhere, rather than when it is collected."""
+        self._sink.discard = True
+        self._parquet.close()
 
     def add(self, sequence: Sequence) -> None:
         """Append one sequence. Its hidden states are cast to the store's dtype, on whatever device they are."""
@@ -240,8 +246,17 @@ class _HashingSink:
         left = memoryview(data)
         while left:  # an unbuffered file takes at most 2 GiB at once
             left = left[self._file.write(left) :]
+        self._start_writing_back(len(data))
         self.written += len(data)
         return len(data)
+
+    def _start_writing_back(self, size: int) -> None:
+        """Let the disk work while the target computes the next sequences, instead of all at once in the commit's fsync.
+
+        DONTNEED on pages that are dirty starts their write-back, and leaves them in the cache.
+        """
+        if size >= WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self.written, size, os.POSIX_FADV_DONTNEED)
 
     def tell(self) -> int:
         return self.written

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run. Scalars may be anything that `float()` takes (numpy, torch)."""
+    """Takes the metrics of one run."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Metrics after `step` optimizer steps. Steps never decrease within a run."""
+        """Metrics after `step` optimizer steps: numbers, or lists of numbers. Steps never decrease within a run."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Final values of the run: JSON-able, lists and mappings allowed."""
@@ -19,8 +19,19 @@ class Tracker(Protocol):
         """Flush and end. Nothing may be logged afterwards."""
 
 
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as every tracker stores them: numbers (numpy's and torch's too), item i of a list under `name/i`."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, list | tuple):
+            flat |= {f"{name}/{i}": float(item) for i, item in enumerate(value)}
+        else:
+            flat[name] = float(value)
+    return flat
+
+
 class MultiTracker:
-    """Several trackers as one. Of none: swallows everything, which is what ranks other than 0 do."""
+    """Several trackers as one. Of none: takes everything and does nothing, as ranks other than 0 do."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)

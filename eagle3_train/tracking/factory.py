@@ -21,14 +21,14 @@ def check(cfg: TrackerConfig) -> None:
             raise ValueError(f"tracker={kind} needs a package that is missing: pip install 'eagle3-train[{kind}]'")
 
 
-def make_tracker(cfg: Config, run_dir: Path, *, resume_step: int = 0, rank: int = 0) -> Tracker:
+def make_tracker(cfg: Config, run_dir: Path, *, resume_step: int = 0, active: bool = True) -> Tracker:
     """All trackers of a run as one: `run_dir/metrics.jsonl` always, and `cfg.tracker.kinds`.
 
-    `resume_step`: optimizer steps that the run continues after; 0 starts the log anew. Ranks other than 0 get a tracker
-    that takes and does nothing. Raises ValueError for an unknown tracker or a missing package.
+    `resume_step`: optimizer steps that the run continues after; 0 starts the log anew. `active=False` (ranks other than
+    0): a tracker that takes everything and does nothing. Raises ValueError for an unknown tracker or a missing package.
     """
     check(cfg.tracker)
-    if rank != 0:
+    if not active:
         return MultiTracker([])
     trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl", resume_step)]
     for kind in cfg.tracker.kinds:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_train.files import write_text
+from eagle3_train.tracking.base import scalars
 
 
 class JsonlTracker:
@@ -28,7 +29,7 @@ class JsonlTracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         row = {"step": step, "time": round(time.time(), 3)}
-        self._write(row | {name: _finite_or_text(float(value)) for name, value in metrics.items()})
+        self._write(row | {name: _finite_or_text(value) for name, value in scalars(metrics).items()})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._write({"summary": _jsonable(values)})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagle3_train.tracking.base import scalars
+
 
 class MemoryTracker:
     def __init__(self) -> None:
@@ -14,7 +16,7 @@ class MemoryTracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         assert not self.closed, "logged after close()"
-        self.rows.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
+        self.rows.append({"step": step, **scalars(metrics)})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self.final.update(values)

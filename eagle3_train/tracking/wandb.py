@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_train.config import Config, digest
+from eagle3_train.tracking.base import scalars
 
 
 class WandbTracker:
@@ -36,7 +37,7 @@ class WandbTracker:
         )
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+        self._run.log(scalars(metrics), step=step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(values))

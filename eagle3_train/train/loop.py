@@ -65,7 +65,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
-    engine = ENGINES[cfg.engine.kind](head, cfg.optim, world, dtype)
+    engine = ENGINES[cfg.engine.kind](cfg.engine, head, cfg.optim, world, dtype)
 
     # Where were we? All ranks read the same newest whole checkpoint.
     first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0}
@@ -73,7 +73,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
         state = found.state
         first, totals = plan.resume(state["plan"]), state["totals"]
         engine.load(found.weights(), found.engine_state())
-    tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, rank=world.rank)
+    tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
         say(
@@ -127,7 +127,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                 )
                 log_since, log_tokens, log_wait = time.monotonic(), 0, loader.waited_s
             if cfg.train.eval_every and done % cfg.train.eval_every == 0 and done < len(plan):
-                numbers = validate(cfg, head, validation, world, dtype)
+                numbers = validate(cfg.train, engine, validation)
                 if evaluate and world.is_main:
                     numbers |= evaluate(head)
                 tracker.log(scalars(numbers), step=done)
@@ -135,7 +135,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                 save_checkpoint(done)
             bar.update(1, note=f"loss {result.loss:.3f}")
 
-    numbers = validate(cfg, head, validation, world, dtype)
+    numbers = validate(cfg.train, engine, validation)
     record = _record(cfg, head, store, plan, totals) | numbers
     tracker.log(scalars(numbers), step=len(plan))
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
@@ -143,7 +143,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     if world.is_main:
         write_json(cfg.point_dir / "train.json", record)
     world.barrier()
-    return head.eval()
+    return load_head(cfg, device)  # plain and whole, whatever the engine has made of `head`
 
 
 def by_step(name: str, values: list[float]) -> dict[str, float]:

@@ -56,12 +56,10 @@ def train_step(
     loss = torch.zeros((), device=device)
     flops, tokens = 0.0, 0
     for number, part in enumerate(micro_batches):
+        batch = DraftBatch.collate_or_placeholder(part, head, device, engine.dtype)
         if part:
-            batch = DraftBatch.collate(part, device, engine.dtype)
             flops += head.flops(batch)
             tokens += batch.n_tokens
-        else:
-            batch = DraftBatch.placeholder(head.n_layers, head.hidden_size, device, engine.dtype)
         loss = loss + engine.backward(batch, objective, last=number == len(micro_batches) - 1)
     grad_norm = engine.step(lr)
     sums = world.sum(np.concatenate([objective.ce_sums.cpu().numpy(), [float(loss), flops, tokens]]))

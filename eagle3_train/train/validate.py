@@ -7,51 +7,44 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle3_train.config import Config
-from eagle3_train.drafts import Draft, DraftBatch
-from eagle3_train.store import Store
-from eagle3_train.train.distributed import World
+from eagle3_train.config import TrainConfig
+from eagle3_train.drafts import DraftBatch
+from eagle3_train.store import BatchPlan, Store
+from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Validation
 from eagle3_train.train.step import batch_counts
 
-BATCH_TOKENS = 4096
+RANK_TOKENS = 4096  # of a forward pass
 
 
-def validate(cfg: Config, head: Draft, store: Store, world: World, dtype: torch.dtype) -> dict[str, Any]:
+def validate(cfg: TrainConfig, engine: Engine, store: Store) -> dict[str, Any]:
     """`val_loss` (the objective), `val_loss_steps` (CE_i), `val_kl_steps`, `val_kl` (its step 0), `val_agreement`.
 
     Every row of `store` counts once: the numbers do not depend on batch size or world size (up to rounding).
     """
-    device = next(head.parameters()).device
-    k = head.steps
-    totals = np.zeros((4, k))  # CE, entropy, agreement, rows
+    head, world = engine.head, engine.world
+    lengths = store.index.n_tokens
+    plan = BatchPlan(lengths, store.fingerprint, 0, max(RANK_TOKENS * world.size, int(lengths.max())), epochs=1)
+    totals = np.zeros((4, head.steps))  # CE, entropy, agreement, rows
     head.eval()
-    pending: list[Any] = []
-
-    def run() -> None:
-        counts = batch_counts(pending, head, cfg.train.oov)
-        objective = Validation(counts, cfg.train.step_weight, cfg.train.oov, device)
-        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            head(DraftBatch.collate(pending, device, dtype), objective)
+    for step in range(len(plan)):
+        sequences = list(store.read(plan.rank_rows(step, world.rank, world.size)))
+        counts = batch_counts(sequences, head, cfg.oov)
+        objective = Validation(counts, cfg.step_weight, cfg.oov, engine.device)
+        with torch.no_grad():
+            engine.loss(DraftBatch.collate_or_placeholder(sequences, head, engine.device, engine.dtype), objective)
         parts = (objective.ce_sums, objective.entropy_sums, objective.agreed)
-        totals[:] += np.stack([*(p.cpu().numpy() for p in parts), counts])
-        pending.clear()
-
-    for sequence in store.read(range(world.rank, len(store), world.size)):
-        if pending and sum(s.n_tokens for s in pending) + sequence.n_tokens > BATCH_TOKENS:
-            run()
-        pending.append(sequence)
-    if pending:
-        run()
+        totals += np.stack([*(p.cpu().numpy() for p in parts), counts])
     head.train()
-    ce, entropy, agreed, rows = world.sum(totals.ravel()).reshape(4, k)
+    ce, entropy, agreed, rows = world.sum(totals.ravel()).reshape(4, head.steps)
     if (rows == 0).any():
         raise ValueError(
-            f"the validation store has no supervised row at draft step {int(np.argmin(rows))}: capture more"
+            f"the validation store {store.folder.uri} has no supervised row at draft step {int(np.argmin(rows))}: "
+            "raise corpus.validation_sequences, prepare and capture again"
         )
     ce, kl = ce / rows, (ce - entropy) / rows
     return {
-        "val_loss": float(sum(cfg.train.step_weight**i * c for i, c in enumerate(ce))),
+        "val_loss": float(sum(cfg.step_weight**i * c for i, c in enumerate(ce))),
         "val_loss_steps": ce.tolist(),
         "val_kl": float(kl[0]),
         "val_kl_steps": kl.tolist(),

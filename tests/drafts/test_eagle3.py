@@ -159,7 +159,7 @@ def test_a_placeholder_costs_nothing_and_takes_part() -> None:
     """A rank without a share: zero loss, and a (zero) gradient for every parameter, so that collectives match."""
     head, batch = tiny_head(), tiny_batch()
     counts = counts_of(head, batch, "keep")
-    loss = head(DraftBatch.placeholder(4, H, CPU, torch.float64), objective(counts, "keep"))
+    loss = head(DraftBatch.collate_or_placeholder([], head, CPU, torch.float64), objective(counts, "keep"))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in head.parameters())

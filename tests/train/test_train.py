@@ -124,12 +124,13 @@ def test_resume_in_the_middle_continues_at_the_next_batch(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_data_parallel_gives_the_single_process_curve(study: Path, tmp_path: Path, nproc: int) -> None:
+@pytest.mark.parametrize(("engine", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_engines_give_the_single_process_curve(study: Path, tmp_path: Path, engine: str, nproc: int) -> None:
     single = tiny_config(copy_of(study, tmp_path / "single"))
     train(single)
-    folder = copy_of(study, tmp_path / "ddp")
-    run(overrides(folder, engine="ddp", train__micro_batch_tokens=30), nproc)
+    folder = copy_of(study, tmp_path / engine)
+    keys = {"train__micro_batch_tokens": 30, "engine": engine} | ({"engine__shard_size": 2} if engine == "hsdp" else {})
+    run(overrides(folder, **keys), nproc)
     parallel = tiny_config(folder)
     np.testing.assert_allclose(losses(parallel.point_dir), losses(single.point_dir), rtol=2e-5)
     records = [json.loads((c.point_dir / "train.json").read_text()) for c in (single, parallel)]

@@ -6,19 +6,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
-from eagle3_train.config import OptimConfig
+from eagle3_train.config import EngineConfig, OptimConfig
 from eagle3_train.drafts import Draft, DraftBatch
 from eagle3_train.train.distributed import World
 from eagle3_train.train.losses import Objective
 from eagle3_train.train.optim import make_optimizer
 
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
 
 class Engine:
     """One process, one device: the engine `single`, and the base of the others."""
 
-    def __init__(self, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
-        self.head, self.optim, self.world, self.dtype = head, optim, world, dtype
+    def __init__(self, cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
         self.device = next(head.parameters()).device
         self.gradient_factor = 1.0
         self.module = self.wrap(head)
@@ -29,13 +39,17 @@ class Engine:
             raise ValueError(f"engine=single was started on {self.world.size} processes: use engine=ddp")
         return head
 
+    def loss(self, batch: DraftBatch, objective: Objective) -> Tensor:
+        """Forward pass: this rank's part of the global loss. All ranks call it equally often."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.module(batch, objective)
+
     def backward(self, batch: DraftBatch, objective: Objective, last: bool) -> Tensor:
         """Forward and backward of one micro-batch; gradients add up until `step`. `last`: of this step.
 
         Returns this rank's part of the global loss, detached.
         """
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            loss = self.module(batch, objective)
+        loss = self.loss(batch, objective)
         (loss * self.gradient_factor).backward()
         return loss.detach()
 
@@ -46,16 +60,19 @@ class Engine:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Full fp32 weights on the host."""
-        return {name: p.detach().cpu() for name, p in self.head.named_parameters()}
+    def weights(self) -> dict[str, Any]:
+        """Full fp32 weights on the host, name -> tensor; a collective on sharded engines."""
+        return get_model_state_dict(self.head, options=FULL)
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
+        """Full optimizer state, keyed by parameter names: it loads under any engine and world size. A collective."""
+        optimizer = get_optimizer_state_dict(self.head, self.optimizer, options=FULL)
+        return {"optimizer": optimizer, "rng": torch.get_rng_state()}
 
     def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self.head.load_state_dict(weights, strict=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Inverse of `weights` and `state`; every rank has read the same files."""
+        set_model_state_dict(self.head, dict(weights), options=FULL)
+        set_optimizer_state_dict(self.head, self.optimizer, state["optimizer"], options=FULL)
         torch.set_rng_state(state["rng"])

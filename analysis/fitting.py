@@ -1,0 +1,336 @@
+"""One series of runs fitted by one form: parameters with intervals, a status that says what they are worth, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.stats import f as f_distribution
+
+from analysis.forms import Array, Form
+from analysis.quantities import Quantity
+from analysis.solver import HUBER, huber, refine, solve, solve_many_starts
+
+CONVERGED, AT_BOUND, UNDER_IDENTIFIED, FAILED = "converged", "at bound", "under-identified", "failed"
+LEVEL = 0.95
+OUTLIER = 3.5  # standard errors from the curve, beyond which a run is marked; it stays in the fit, at Huber's weight
+PROFILE_POINTS = 41
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a series brings to a fit: n runs.
+
+    `inputs` [n, d] relative to the smallest point, `reference` [d] the units taken out, `loss` [n], `sigma` [n] standard
+    error of log loss, `scale` [n] labels equal inputs, `replicates` [R, n] log loss under the bootstrap (None: no intervals).
+    """
+
+    quantity: Quantity
+    inputs: Array
+    reference: Array
+    loss: Array
+    sigma: Array
+    scale: NDArray[np.int64]
+    replicates: Array | None = None
+
+    @property
+    def log_loss(self) -> Array:
+        return np.log(self.loss)
+
+    @property
+    def scales(self) -> int:
+        return len(np.unique(self.scale))
+
+    @property
+    def largest(self) -> NDArray[np.bool_]:
+        """The runs at the largest data, whatever their other inputs."""
+        return self.inputs[:, 0] >= self.inputs[:, 0].max() * (1 - 1e-9)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval. `profile`: by the objective, given these prompts. `identified`: both ends are closed."""
+
+    value: float
+    lo: float | None = None
+    hi: float | None = None
+    se: float | None = None
+    profile: tuple[float | None, float | None] | None = None
+    identified: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "se": self.se,
+            "bootstrap_95": None if self.lo is None else [self.lo, self.hi],
+            "profile_95": None if self.profile is None else list(self.profile),
+            "identified": self.identified,
+        }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A curve in the quantity's own unit at `inputs`: `value`, `lo`..`hi` for the mean, `run_lo`..`run_hi` for one new run."""
+
+    inputs: Array
+    value: Array
+    lo: Array | None = None
+    hi: Array | None = None
+    run_lo: Array | None = None
+    run_hi: Array | None = None
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """A fitted form. Numbers of an under-identified fit are to be read with `messages`, never alone.
+
+    `theta` [p] in the order of `form.names`; `draws` [R, p] bootstrap replicates; `covariance` [p, p] of the draws.
+    `held_out`: predicted minus measured mean at the largest scale, fitted on the others; `leave_one_out`: root mean square
+    of the same over every scale left out; both in the quantity's unit. `aicc` from the robust objective.
+    """
+
+    form: Form
+    data: Data
+    theta: Array
+    status: str
+    messages: list[str]
+    objective: float
+    parameters: dict[str, Estimate] = field(default_factory=dict)
+    draws: Array | None = None
+    covariance: Array | None = None
+    aicc: float | None = None
+    held_out: float | None = None
+    leave_one_out: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.form.name
+
+    @property
+    def ok(self) -> bool:
+        """Whether every parameter is determined by the data."""
+        return self.status in (CONVERGED, AT_BOUND)
+
+    @property
+    def residuals(self) -> Array:
+        """Standardised residuals of log loss [n]: (measured - fitted) / standard error."""
+        return (self.data.log_loss - np.log(self.form.loss(self.theta, self.data.inputs))) / self.data.sigma
+
+    @property
+    def outliers(self) -> NDArray[np.bool_]:
+        return np.abs(self.residuals) > OUTLIER
+
+    def curve(self, inputs: Array) -> Array:
+        """The quantity at relative `inputs` [m, d] -> [m]."""
+        return self.data.quantity.from_loss(self.form.loss(self.theta, inputs))
+
+    def predict(self, data: Sequence[float] | Array, level: float = LEVEL) -> Prediction:
+        """The quantity at `data` ([m], in units of the axis; or [m, d] for forms with more inputs), with bands.
+
+        The band is the bootstrap's percentile interval of the curve; a new run adds its own seed and prompt noise.
+        """
+        raw = np.asarray(data, dtype=float)
+        inputs = (raw[:, None] if raw.ndim == 1 else raw) / self.data.reference
+        value = self.curve(inputs)
+        if self.draws is None:
+            return Prediction(raw, value)
+        loss = self.form.loss(self.draws, inputs)  # [R, m]
+        noise = np.random.default_rng(0).normal(0, np.median(self.data.sigma), (len(loss), 1))
+        tails = [(1 - level) / 2, (1 + level) / 2]
+        lo, hi = np.quantile(self.data.quantity.from_loss(loss), tails, axis=0)
+        run_lo, run_hi = np.quantile(self.data.quantity.from_loss(loss * np.exp(noise)), tails, axis=0)
+        return Prediction(raw, value, lo, hi, run_lo, run_hi)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, no NaN: what `fits.json` holds."""
+        return {
+            "form": self.name,
+            "title": self.form.title,
+            "equation": self.form.equation,
+            "loss": self.data.quantity.loss_symbol,
+            "reference": [float(r) for r in self.data.reference],
+            "status": self.status,
+            "messages": self.messages,
+            "parameters": {name: e.to_json() for name, e in self.parameters.items()},
+            "covariance": None if self.covariance is None else self.covariance.tolist(),
+            "objective": self.objective,
+            "aicc": self.aicc,
+            "held_out_error": self.held_out,
+            "leave_one_scale_out_rms": self.leave_one_out,
+            "runs": len(self.data.loss),
+            "scales": self.data.scales,
+            "standardised_residuals": [float(r) for r in self.residuals],
+        }
+
+
+def fit(form: Form, data: Data, delta: float = HUBER, profiles: bool = True) -> FitResult:
+    """Fit one form: many starts, Huber on standardised log residuals (sums, not means), then intervals and checks.
+
+    `delta` is Huber's threshold in standard errors. `profiles=False` leaves out the profile intervals and with them the
+    identification check by open profiles (used inside simulations).
+    """
+    weight = 1 / data.sigma
+    theta, cost, converged = solve_many_starts(form, data.inputs, data.log_loss, weight, delta)
+    draws = None
+    if data.replicates is not None:
+        draws, _, _ = solve(form, data.inputs, data.replicates, weight, delta)
+    profile = _profiles(form, data, theta, cost, delta) if profiles else {}
+    parameters = {
+        name: _estimate(theta[j], None if draws is None else draws[:, j], profile.get(name))
+        for j, name in enumerate(form.names)
+    }
+    status, messages = _status(form, data, theta, converged, parameters)
+    held_out, leave_one_out = _left_out_errors(form, data, delta)
+    return FitResult(
+        form=form,
+        data=data,
+        theta=theta,
+        status=status,
+        messages=messages,
+        objective=cost,
+        parameters=parameters,
+        draws=draws,
+        covariance=None if draws is None else np.atleast_2d(np.cov(draws, rowvar=False)),
+        aicc=aicc(cost, len(data.loss), len(theta)),
+        held_out=held_out,
+        leave_one_out=leave_one_out,
+    )
+
+
+def aicc(objective: float, runs: int, parameters: int) -> float | None:
+    """Akaike's criterion with the small-sample term, from the robust objective; the noise level counts as a parameter.
+
+    None where the runs are too few for the correction (runs <= parameters + 2).
+    """
+    k = parameters + 1
+    if runs - k - 1 <= 0:
+        return None
+    return float(runs * np.log(max(2 * objective, 1e-12) / runs) + 2 * k + 2 * k * (k + 1) / (runs - k - 1))
+
+
+def _estimate(value: float, draws: Array | None, profile: tuple[float | None, float | None] | None) -> Estimate:
+    closed = profile is None or None not in profile
+    if draws is None:
+        return Estimate(float(value), profile=profile, identified=closed)
+    lo, hi = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(float(value), float(lo), float(hi), float(draws.std(ddof=1)), profile, closed)
+
+
+def _status(
+    form: Form, data: Data, theta: Array, converged: bool, parameters: dict[str, Estimate]
+) -> tuple[str, list[str]]:
+    messages = []
+    lower, upper = np.array(form.lower), np.array(form.upper)
+    tolerance = 1e-6 * np.maximum(1.0, np.abs(theta))
+    bound = [
+        n
+        for n, t, lo, hi, e in zip(form.names, theta, lower, upper, tolerance, strict=True)
+        if t - lo < e or hi - t < e
+    ]
+    open_ended = [n for n, e in parameters.items() if not e.identified]
+    if not converged:
+        return FAILED, ["the solver did not converge"]
+    if bound:
+        messages.append(f"{', '.join(bound)} lies on the bound of its range")
+    if data.scales < form.scales_needed:
+        messages.append(
+            f"{data.scales} scales for {len(theta)} parameters: at least {form.scales_needed} are needed to determine the form "
+            "and leave one scale that could contradict it"
+        )
+    if open_ended:
+        messages.append(f"the data do not bound {', '.join(open_ended)} on both sides")
+    if data.scales < form.scales_needed or open_ended:
+        return UNDER_IDENTIFIED, messages
+    return (AT_BOUND if bound else CONVERGED), messages
+
+
+def _left_out_errors(form: Form, data: Data, delta: float) -> tuple[float | None, float | None]:
+    """(error at the held-out largest scale, root mean square error over every scale left out once).
+
+    None where too few scales remain to determine the form.
+    """
+    scales = np.unique(data.scale)
+    kept = np.concatenate([data.scale[None, :] != scales[:, None], ~data.largest[None, :]])
+    if min(len(np.unique(data.scale[k])) for k in kept) < len(form.names):
+        return None, None
+    y = np.broadcast_to(data.log_loss, kept.shape)
+    theta, _, _ = solve(form, data.inputs, y, kept / data.sigma, delta)
+    predicted = data.quantity.from_loss(form.loss(theta, data.inputs))  # [scales + 1, n]
+    measured = data.quantity.from_loss(data.loss)
+    errors = np.array([(p[~k] - measured[~k]).mean() for p, k in zip(predicted, kept, strict=True)])
+    return float(errors[-1]), float(np.sqrt((errors[:-1] ** 2).mean()))
+
+
+def _profiles(
+    form: Form, data: Data, theta: Array, cost: float, delta: float
+) -> dict[str, tuple[float | None, float | None]]:
+    """Profile interval of each parameter: values at which the refitted objective stays within the F threshold.
+
+    A side is None where the objective does not cross the threshold before the parameter's bound (or eight scatter widths
+    where it has none): the data do not bound it there. Conditional on the prompts: their common noise is in the bootstrap alone.
+    """
+    runs, p = len(data.loss), len(theta)
+    freedom = runs - p
+    if freedom < 1:
+        return {name: (None, None) for name in form.names}
+    scatter = max(2 * cost / freedom, 1e-12)
+    threshold = cost + 0.5 * scatter * float(f_distribution.ppf(LEVEL, 1, freedom))
+    return {
+        name: (
+            _profile_side(form, data, theta, threshold, delta, j, -1),
+            _profile_side(form, data, theta, threshold, delta, j, +1),
+        )
+        for j, name in enumerate(form.names)
+    }
+
+
+def _profile_side(
+    form: Form, data: Data, theta: Array, threshold: float, delta: float, j: int, sign: int
+) -> float | None:
+    """Where the profile of parameter j crosses the threshold on one side; None where it does not."""
+    bound = form.lower[j] if sign < 0 else form.upper[j]
+    reach = abs(bound - theta[j]) if np.isfinite(bound) else 1e3 * max(abs(theta[j]), 1.0)
+    if reach <= 0:
+        return None
+    steps = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, PROFILE_POINTS)]) * reach
+    values = theta[j] + sign * steps
+    starts = np.repeat(theta[None], len(values), 0)
+    starts[:, j] = values
+    lower = np.repeat(np.array(form.lower)[None], len(values), 0)
+    upper = np.repeat(np.array(form.upper)[None], len(values), 0)
+    lower[:, j] = upper[:, j] = values
+    y = np.repeat(data.log_loss[None], len(values), 0)
+    weight = np.repeat(1 / data.sigma[None], len(values), 0)
+    _, profile, _ = refine(form, starts, data.inputs, y, weight, lower, upper, delta)
+    above = np.flatnonzero(profile > threshold)
+    if not len(above):
+        return None
+    k = int(above[0])
+    span = profile[k] - profile[k - 1]
+    share = (threshold - profile[k - 1]) / span if span > 0 else 1.0
+    return float(values[k - 1] + share * (values[k] - values[k - 1]))
+
+
+def robust_sigma(form: Form, data: Data, delta: float = HUBER) -> float:
+    """Scatter of log loss around a form, where no run has a standard error: least squares' residual deviation."""
+    theta, _, _ = solve_many_starts(form, data.inputs, data.log_loss, np.ones_like(data.loss), delta=1e6)
+    residual = data.log_loss - np.log(form.loss(theta, data.inputs))
+    return float(np.sqrt((huber(residual, 1e6) * 2).sum() / max(1, len(residual) - len(theta))))
+
+
+def residual_table(result: FitResult, labels: Sequence[str]) -> pd.DataFrame:
+    """Measured, fitted and standardised residual of every run, outliers marked."""
+    quantity = result.data.quantity
+    return pd.DataFrame(
+        {
+            "run": list(labels),
+            "measured": quantity.from_loss(result.data.loss),
+            "fitted": result.curve(result.data.inputs),
+            "residual": result.residuals,
+            "outlier": result.outliers,
+        }
+    )

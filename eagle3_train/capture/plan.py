@@ -1,0 +1,155 @@
+"""What a capture will do, decided before anything heavy is loaded: the stores, their specs, what is left, its size."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3_train.config import CaptureConfig, Config, TaskConfig
+from eagle3_train.corpus import read_lengths, read_report
+from eagle3_train.device import DTYPES, resolve_dtype
+from eagle3_train.files import code_version, read_json
+from eagle3_train.store import Store, StoreSpec, missing_shards, shard_rows
+from eagle3_train.target import chat_template_hash, tokenizer_hash, weight_hash
+
+# A shard that an earlier version of the code wrote is still a shard of this capture.
+MAY_DIFFER = ("generator",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One store to fill. `task`: the rows of the corpus file are prompts, which the target continues first."""
+
+    name: str  # of the corpus file, less `.parquet`
+    rows_file: Path
+    path: str
+    spec: StoreSpec
+    finished: bool  # its manifest is there
+    task: TaskConfig | None = None
+    missing: list[int] = field(default_factory=list)  # shards
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return DTYPES[self.spec.compute_dtype]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row [rows], for a task with all the new tokens it may get."""
+        return read_lengths(self.rows_file) + (self.task.new_tokens if self.task else 0)
+
+    def rows(self, shard: int) -> range:
+        return shard_rows(self.spec.n_rows, self.spec.n_shards, shard)
+
+    @property
+    def missing_tokens(self) -> int:
+        return sum(int(self.lengths[r.start : r.stop].sum()) for r in map(self.rows, self.missing))
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.spec.estimate_bytes(self.missing_tokens)
+
+
+def layer_ids(cfg: CaptureConfig, n_layers: int) -> tuple[int, ...]:
+    """Layer ids to capture: the draft head's inputs, ascending, then `n_layers`, the final state.
+
+    Raises:
+        ValueError: ids that the target has not.
+    """
+    ids = cfg.layer_ids if cfg.layer_ids is not None else [2, n_layers // 2, n_layers - 3]
+    if ids != sorted(set(ids)) or not ids or ids[0] < 0 or ids[-1] >= n_layers:
+        asked = "capture.layer_ids" if cfg.layer_ids is not None else "the default layers (2, n//2, n-3)"
+        raise ValueError(
+            f"{asked}: {list(ids)} must be different, ascending and between 0 and {n_layers - 1}, since the target has "
+            f"{n_layers} layers: set capture.layer_ids=[...]"
+        )
+    return (*ids, n_layers)
+
+
+def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
+    """The stores of a study: training, validation, and one a task.
+
+    Raises:
+        ValueError: no corpus; a store that is there was captured otherwise; a target that cannot be captured.
+    """
+    corpus = Path(cfg.paths.corpus)
+    report = read_report(corpus)
+    model = text_config(read_json(target / "config.json"))
+    n_layers = model["num_hidden_layers"]
+    common = {
+        "target": cfg.target.name,
+        "target_hash": weight_hash(target),
+        "tokenizer_hash": tokenizer_hash(target),
+        "chat_template_hash": chat_template_hash(target, cfg.target.chat_template),
+        "layer_ids": layer_ids(cfg.capture, n_layers),
+        "hidden_size": model["hidden_size"],
+        "n_layers": n_layers,
+        "vocab_size": model["vocab_size"],
+        "generator": code_version(),
+        "logsumexp": cfg.capture.logsumexp,
+        "row_group_mib": cfg.store.row_group_mib,
+    }
+    compute = _name(resolve_dtype(cfg.capture.compute_dtype, device))
+
+    def job(name: str, path: str, shards: int, task: TaskConfig | None = None, **spec: Any) -> Job:
+        part = report["parts"][name]
+        spec = {**common, "n_rows": part["sequences"], "config": {"rows": part["content"]}, **spec}
+        wanted = StoreSpec(n_shards=min(shards, part["sequences"]), **spec)
+        finished, missing = _state(path, wanted)
+        return Job(name, corpus / f"{name}.parquet", path, wanted, finished, task, missing)
+
+    store, shards = cfg.paths.store, cfg.capture.shards
+    states = {"dtype": cfg.store.dtype, "compute_dtype": compute}
+    jobs = [job("train", store, shards, **states), job("validation", f"{store}/validation", shards, **states)]
+    for task in cfg.eval.tasks:
+        # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.
+        dtype = cfg.store.transcript_dtype
+        sampling = {"temperature": 0.0, "max_new_tokens": task.new_tokens}
+        batches = -(-report["parts"][f"tasks/{task.name}"]["sequences"] // cfg.eval.generate_batch)
+        path = f"{store}/transcripts/{task.name}"
+        jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))
+    return jobs
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a `config.json`: multi-modal models keep it inside."""
+    return config.get("text_config", config)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def _state(path: str, wanted: StoreSpec) -> tuple[bool, list[int]]:
+    """Whether the store at `path` is finished, and the shards still to be captured."""
+    try:
+        found = Store.open(path).spec
+    except ValueError:  # no manifest: nothing is there, or not all of it
+        return False, missing_shards(path, wanted.n_shards, wanted, MAY_DIFFER)
+    if differences := found.differences(wanted, MAY_DIFFER):
+        raise ValueError(
+            f"the store {path} was captured otherwise ({'; '.join(differences)}). Keep it and write another one with "
+            f"paths.store=FOLDER (or study.name=NAME), or remove it: rm -r {path}"
+        )
+    return True, missing_shards(path, wanted.n_shards)
+
+
+def require_disk(path: str, needed: int) -> int | None:
+    """Free bytes where `path` will lie (None for an object store); ValueError where `needed` bytes do not fit."""
+    if "://" in path:
+        return None
+    folder = Path(path)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"the capture needs {needed / 1e9:,.2f} GB and {folder} has {free / 1e9:,.2f} GB free: choose another disk "
+            "(paths.store=FOLDER), fewer sequences (corpus.sequences) or a smaller store.dtype"
+        )
+    return free

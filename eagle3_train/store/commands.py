@@ -1,0 +1,123 @@
+"""`eagle3 store finalize | info | verify | sample`: look after a store by hand."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from rich.table import Table
+
+from eagle3_train.console import console, progress_bar, say
+
+from .folder import Folder
+from .manifest import finalize
+from .reader import Store
+from .schema import Sequence
+from .verify import verify
+from .writer import read_spec
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 1 where `verify` found something. A user's mistake is a ValueError."""
+    parser = argparse.ArgumentParser("eagle3 store", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("path", help="the store: a folder, or a URI such as s3://bucket/store")
+        return sub
+
+    command("info", "What a store holds, from its manifest and index.")
+    command("verify", "Check every byte and every value; name what is damaged and what repairs it.")
+    sample = command("sample", "Print some sequences.")
+    sample.add_argument("--rows", type=int, nargs="+", default=[0], help="rows in the store's order (default: 0)")
+    write = command("finalize", "Write index and manifest of a store whose shards are all there.")
+    write.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="spec fields that may differ")
+    args = parser.parse_args(argv)
+    if args.command == "finalize":
+        return _finalize(args.path, args.allow)
+    store = Store.open(args.path)
+    if args.command == "info":
+        return _info(store)
+    if args.command == "verify":
+        return _verify(store)
+    return _sample(store, args.rows)
+
+
+def _finalize(path: str, allow: list[str]) -> int:
+    folder = Folder(path)
+    shards = sorted(name for name in folder.sizes() if name.startswith("shard-"))
+    if not shards:
+        raise ValueError(f"{path} holds no shards: run eagle3 capture")
+    manifest = finalize(path, read_spec(folder, shards[0]), allow)
+    say(f"{path}: {manifest.rows:,} rows, {manifest.tokens:,} tokens, fingerprint {manifest.fingerprint}")
+    return 0
+
+
+def _info(store: Store) -> int:
+    manifest, spec = store.manifest, store.spec
+    lengths = store.index.n_tokens
+    sources = store.index.source.value_counts().to_pylist()
+    groups = len(np.unique(store.index.shard.astype(np.int64) << 32 | store.index.row_group))
+    facts = {
+        "fingerprint": manifest.fingerprint,
+        "target": f"{spec.target} (weights {spec.target_hash}, tokenizer {spec.tokenizer_hash}, "
+        f"chat template {spec.chat_template_hash})",
+        "hidden states": f"layer ids {', '.join(map(str, spec.layer_ids))} of {spec.n_layers} layers, "
+        f"H {spec.hidden_size}, {spec.dtype} (computed in {spec.compute_dtype})",
+        "sequences": f"{manifest.rows:,} of {lengths.min():,} to {lengths.max():,} tokens, "
+        f"median {np.median(lengths):,.0f}",
+        "tokens": f"{manifest.tokens:,}, of them supervised {manifest.supervised_tokens:,} "
+        f"({100 * manifest.supervised_tokens / manifest.tokens:.1f} %)",
+        "sources": ", ".join(f"{s['values']} {s['counts']:,}" for s in sources),
+        "size": f"{manifest.bytes / 2**30:.2f} GiB in {len(manifest.shards):,} shards, {groups:,} row groups; "
+        f"{manifest.bytes / manifest.tokens:,.0f} bytes a token",
+        "sampling": ", ".join(f"{k}={v}" for k, v in spec.sampling.items()) or "none: the corpus's own text",
+        "generator": spec.generator,
+    }
+    table = Table(show_header=False, box=None, title=store.folder.uri, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    console.print(table, markup=False, highlight=False)
+    return 0
+
+
+def _verify(store: Store) -> int:
+    found = 0
+    with progress_bar("verify", store.manifest.bytes / 2**20, "MiB") as bar:
+        for problem in verify(store, lambda n_bytes: bar.update(n_bytes / 2**20)):
+            found += 1
+            say(str(problem))
+    rows = f"{len(store.manifest.shards):,} shards, {len(store):,} rows"
+    say(f"{store.folder.uri}: {found} problems in {rows}" if found else f"{store.folder.uri}: sound, {rows}")
+    return min(found, 1)
+
+
+def _sample(store: Store, rows: list[int]) -> int:
+    for row, sequence in zip(rows, store.read(rows), strict=True):
+        say(_describe(row, sequence, store.spec.layer_ids))
+    return 0
+
+
+def _describe(row: int, sequence: Sequence, layer_ids: tuple[int, ...]) -> str:
+    norms = sequence.hidden.float().norm(dim=-1)  # [T, layers]
+    edges = np.flatnonzero(np.diff(sequence.loss_mask, prepend=0, append=0))
+    spans = ", ".join(f"{a}..{b - 1}" for a, b in edges.reshape(-1, 2))
+    layers = ", ".join(
+        f"{layer} {mean:.3g} (max {high:.3g})"
+        for layer, mean, high in zip(layer_ids, norms.mean(0).tolist(), norms.amax(0).tolist(), strict=True)
+    )
+    first = " ".join(map(str, sequence.input_ids[:24].tolist()))
+    known = sequence.target_argmax[:-1] >= 0
+    agree = sequence.target_argmax[:-1] == sequence.input_ids[1:]
+    lines = [
+        f"row {row}: {sequence.sample_id} from {sequence.source}, {sequence.n_tokens} tokens, "
+        f"{sequence.n_supervised} supervised",
+        f"  tokens      {first}{' ...' if sequence.n_tokens > 24 else ''}",
+        f"  supervised  {spans or 'none'}",
+        f"  norms by layer id  {layers}",
+        f"  target's argmax is the next token at {100 * agree[known].mean():.1f} % of {known.sum()} positions"
+        if known.any()
+        else "  target's argmax was not computed",
+    ]
+    return "\n".join(lines)

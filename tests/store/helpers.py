@@ -1,0 +1,63 @@
+"""Small stores with known contents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle3_train.store import Sequence, ShardWriter, Store, StoreSpec, finalize, missing_shards, shard_rows
+
+VOCAB = 1000
+
+
+def make_spec(**changes: Any) -> StoreSpec:
+    values: dict[str, Any] = {
+        "target": "tiny",
+        "target_hash": "t0",
+        "tokenizer_hash": "k0",
+        "chat_template_hash": "c0",
+        "layer_ids": (2, 4, 5, 8),
+        "hidden_size": 16,
+        "n_layers": 8,
+        "vocab_size": VOCAB,
+        "dtype": "bf16",
+        "compute_dtype": "fp32",
+        "n_rows": 23,
+        "n_shards": 4,
+        "generator": "v1",
+        "config": {"corpus": "abc"},
+    }
+    return StoreSpec(**(values | changes))
+
+
+def make_sequence(spec: StoreSpec, row: int, max_tokens: int = 200) -> Sequence:
+    """Row `row` of the store: the same whenever and wherever it is made. Hidden states fp32, as a target gives them."""
+    rng = np.random.default_rng(row)
+    n = int(rng.integers(1, max_tokens))
+    return Sequence(
+        sample_id=f"sample-é{row}",
+        source=("sharegpt", "code")[row % 2],
+        input_ids=rng.integers(0, VOCAB, n).astype(np.int32),
+        loss_mask=rng.integers(0, 2, n).astype(np.uint8),
+        hidden=torch.from_numpy(rng.standard_normal((n, len(spec.layer_ids), spec.hidden_size), np.float32)),
+        target_argmax=rng.integers(-1, VOCAB, n).astype(np.int32),
+        target_logsumexp=rng.standard_normal(n, np.float32) if spec.logsumexp else None,
+    )
+
+
+def capture(path: Path, spec: StoreSpec, max_tokens: int = 200) -> None:
+    """What a capture does: the missing shards, one after the other."""
+    for shard in missing_shards(path, spec.n_shards, spec):
+        with ShardWriter(path, shard, spec) as writer:
+            for row in shard_rows(spec.n_rows, spec.n_shards, shard):
+                writer.add(make_sequence(spec, row, max_tokens))
+
+
+def make_store(path: Path, max_tokens: int = 200, **changes: Any) -> Store:
+    spec = make_spec(**changes)
+    capture(path, spec, max_tokens)
+    finalize(path, spec)
+    return Store.open(path)

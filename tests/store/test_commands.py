@@ -1,0 +1,44 @@
+"""`eagle3 store ...`: what a person sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3_train.store import shard_name
+from eagle3_train.store.commands import main
+
+from .helpers import capture, make_sequence, make_spec, make_store
+
+
+def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = make_store(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for words in (store.fingerprint, "layer ids 2, 4, 5, 8 of 8 layers", f"{store.manifest.tokens:,}", "code 11"):
+        assert words in text
+    expected = make_sequence(store.spec, 5)
+    assert main(["sample", str(tmp_path), "--rows", "5", "6"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        f"row 5: {expected.sample_id} from code, {expected.n_tokens} tokens, {expected.n_supervised} supervised" in text
+    )
+    assert " ".join(map(str, expected.input_ids[:24])) in text
+    spans = text.split("supervised  ")[1].split("\n")[0]
+    covered = [t for span in spans.split(", ") for t in range(int(span.split("..")[0]), int(span.split("..")[1]) + 1)]
+    assert covered == expected.loss_mask.nonzero()[0].tolist()
+
+
+def test_finalize_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="eagle3 capture"):
+        main(["finalize", str(tmp_path)])
+    capture(tmp_path, make_spec())
+    assert main(["finalize", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "sound, 4 shards, 23 rows" in capsys.readouterr().out
+    (tmp_path / shard_name(2, 4)).unlink()
+    assert main(["verify", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "shard-00002-of-00004.parquet: is missing\n    repair: eagle3 capture" in text
+    assert "1 problems" in text

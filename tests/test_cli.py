@@ -1,0 +1,150 @@
+"""The command line: help for every step, one clear line for every mistake, no heavy import at start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3_train import cli, config, help
+from eagle3_train.steps import STEPS
+
+ROOT = Path(__file__).parents[1]
+
+
+def eagle3(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    out, err = capsys.readouterr()
+    code = end.value.code
+    return int(code or 0), out, err
+
+
+def test_help_lists_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = eagle3(capsys, "--help")
+    assert code == 0
+    for name, step in STEPS.items():
+        assert f"  {name}" in out
+        assert step.summary in out
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_help_of_a_step_has_its_keys_with_their_values_and_meanings(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = eagle3(capsys, name, "--help")
+    assert code == 0
+    for key in STEPS[name].keys:
+        assert f"  {key}=" in out
+    for example in STEPS[name].examples:
+        assert f"  {example}" in out
+
+
+def test_help_shows_present_values_and_the_comments_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = eagle3(capsys, "train", "draft.steps=7", "--help")
+    assert "draft.steps=7" in out
+    assert "K: training-time-test steps" in out  # behind the field in config.py
+    _, out, _ = eagle3(capsys, "capture", "--help")
+    assert "auto: bf16 where the device has fast bf16" in out  # above the field
+
+
+def test_every_key_in_the_help_exists() -> None:
+    for step in STEPS.values():
+        assert set(step.keys) <= set(help.all_keys())
+
+
+def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = eagle3(capsys, "train", "data.scale=4", "--cfg", "job")
+    assert code == 0
+    (tmp_path / "config.yaml").write_text(out)
+    assert config.load(tmp_path / "config.yaml") == config.compose(["data.scale=4"])
+    _, again, _ = eagle3(capsys, "train", "--resolved", str(tmp_path / "config.yaml"), "--cfg", "job")
+    assert again == out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "no step 'trian': did you mean 'train'?"),
+        (["xyz"], "the steps are prepare, capture,"),
+        (["train", "data.scal=2"], "did you mean data.scale"),
+        (["train", "draf=eagle3"], "did you mean draft"),
+        (["train", "data.scale=many"], "'many' of type 'str' could not be converted to Float"),
+        (["train", "draft=eagle9"], "Available options in 'draft': eagle3"),
+        (["train", "draft.kind=eagle9"], "draft.kind='eagle9' is not one of"),
+        (["train", "data.scale=[1"], "'data.scale=[1' is no override"),
+        (["train", "data.scale=1,2"], "`eagle3 study` takes them"),
+        (["train", "seed"], "'seed' is no override: write KEY=VALUE"),
+        (["train", "--resolved"], "--resolved needs the file"),
+        (["train", "--resolved", "/none.yaml"], "/none.yaml: no such file"),
+        (["train", "--cfg", "hydra"], "`--cfg job`"),
+        (["evaluate"], "run `eagle3 train` with the same overrides first"),
+        (["study", "status"], "holds no study yet"),
+        (["study", "dance"], "not understood"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = eagle3(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert not any(tmp_path.iterdir())  # before any work
+
+
+def test_resolved_and_overrides_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    config.save(config.compose([]), path)
+    code, _, err = eagle3(capsys, "train", "--resolved", str(path), "seed=1")
+    assert code == 2
+    assert "takes no overrides" in err
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_DEBUG", "1")
+    with pytest.raises(ValueError, match="no step"):
+        cli.main(["trian"])
+
+
+def test_a_bug_is_not_hidden() -> None:
+    def bug() -> int:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        cli.guarded(bug)
+
+
+def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert cli.guarded(interrupted) == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["study", "dry_run=true"]], ids=" ".join)
+def test_the_command_line_starts_without_heavy_imports(arguments: list[str], tmp_path: Path) -> None:
+    code = f"""
+import sys
+from eagle3_train import cli
+try:
+    cli.main({arguments!r})
+finally:
+    assert not {{"torch", "transformers", "matplotlib", "pandas", "pyarrow"}} & set(sys.modules)
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
