@@ -53,7 +53,7 @@ class Proposer(Protocol):
     """A way to draft and to verify: chain or tree."""
 
     def propose(
-        self, head: DraftHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
+        self, head: Any, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
     ) -> Proposal:
         """Draft from the last observed position. The generation has no use for drafts more than `room` tokens deep."""
         ...

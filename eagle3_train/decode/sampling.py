@@ -112,8 +112,8 @@ def accept_siblings(
 ) -> tuple[int | None, int]:
     """Multi-round rejection sampling of siblings drawn one after another, without replacement (Jeon et al. 2024).
 
-    Round j accepts x_j with probability min(1, p_j(x_j) / q_j(x_j)). A rejection leaves p_{j+1} = max(p_j - q_j, 0) and,
-    as x_j will not be drawn again, q_{j+1} = q_j without x_j, both normalised.
+    Round j accepts x_j with probability min(1, p_j(x_j) / q_j(x_j)). A rejection leaves p_{j+1} = max(p_j - q_j, 0)
+    and, as x_j will not be drawn again, q_{j+1} = q_j without x_j, both normalised.
 
     Args:
         p: float32 [V], the target's distribution after the parent.

@@ -68,7 +68,7 @@ def _first(candidates: _Candidates, tokens: Tensor, scores: Tensor, h: Tensor, w
 def _next(
     candidates: _Candidates, old: _Frontier, tokens: Tensor, logp: Tensor, h: Tensor, depth: int, width: int
 ) -> _Frontier:
-    """Children `tokens [m, b]` of the frontier, with log-probabilities `logp [m, b]`; the best `width` are expanded next."""
+    """Children `tokens [m, b]` of the frontier, log-probabilities `logp [m, b]`; the best `width` are expanded next."""
     b = tokens.shape[1]
     tokens, scores = tokens.flatten(), (old.scores[:, None] + logp).flatten()
     rows = candidates.add(tokens, old.rows.repeat_interleave(b), scores, depth)
@@ -82,9 +82,10 @@ def _next(
 class Tree:
     """EAGLE-2's dynamic tree.
 
-    From each of the `top_k` most confident nodes of a level the `top_k` most likely tokens are drafted, `depth` levels deep.
-    Confidence is the product of the head's probabilities along the path. Of all candidates the `total` most confident are
-    verified; a parent is at least as confident as its children and comes first in ties, so paths are whole.
+    From each of the `top_k` most confident nodes of a level the `top_k` most likely tokens are drafted, `depth` levels
+    deep. Confidence is the product of the head's probabilities along the path. Of all candidates the `total` most
+    confident are verified; a parent is at least as confident as its children and comes first in ties, so paths are
+    whole.
 
     The candidates are deterministic, so sampled verification needs no q: the target's own draw decides (multi-round
     rejection of point masses is the same thing).
@@ -134,7 +135,7 @@ def prune(candidates: _Candidates, total: int) -> Proposal:
 
 
 def follow(tokens: list[int], parents: list[int], choice: list[int]) -> Verdict:
-    """Walk a tree from its root along the target's choices, `choice[0]` after the root, `choice[1 + row]` after a node."""
+    """Walk a tree from its root along the target's choices: `choice[0]` after the root, `choice[1 + i]` after row i."""
     child = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path: list[int] = []
     emitted = [choice[0]]
@@ -148,9 +149,10 @@ def follow(tokens: list[int], parents: list[int], choice: list[int]) -> Verdict:
 class DrawnTree:
     """A tree whose siblings are drawn from the head's distribution, without replacement.
 
-    Each of the `width` most probable nodes of a level gets `branch` children, `depth` levels deep: branch + (depth - 1) *
-    width * branch nodes, all verified. Nothing drawn may be dropped by what it turned out to be: the rejection rule needs
-    the distribution each sibling came from. Which nodes are expanded may depend on all tokens drawn so far.
+    Each of the `width` most probable nodes of a level gets `branch` children, `depth` levels deep, and all are
+    verified: branch + (depth - 1) * width * branch nodes. Nothing drawn may be dropped for what it turned out to be: the
+    rejection rule needs the distribution each sibling came from. Which nodes are expanded may depend on all tokens drawn
+    so far.
     """
 
     depth: int
