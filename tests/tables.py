@@ -51,9 +51,9 @@ class TableRunner:
         for i in range(len(new)):
             path = range(i + 1) if visible is None else visible[i].nonzero()[:, 0].tolist()
             assert positions is None or int(positions[i]) == len(self.text) + len(path) - 1
-            pairs.append((self.text + [new[j] for j in path])[-2:])
+            pairs.append([0, *self.text, *(new[j] for j in path)][-2:])
         self.text += new
-        logits = self.table[[a for a, _ in pairs], [b for _, b in pairs]] if len(self.text) > 1 else self.table[0, new]
+        logits = self.table[[a for a, _ in pairs], [b for _, b in pairs]]
         return Output(logits[-1:] if last_only else logits, torch.zeros(len(new), 1, 1))
 
     def probability(self, text: tuple[int, ...], sampling: Sampling) -> float:

@@ -137,7 +137,10 @@ def decode_speculative(
             proposal = Proposal(pending[:0])
         base = runner.length
         verified = _forward(runner, pending, proposal, base)
-        path, emitted = proposer.verify(proposal, verified.logits, generator)
+        if left > 1:
+            path, emitted = proposer.verify(proposal, verified.logits, generator)
+        else:
+            path, emitted = [], draw(verified.logits, sampling, generator).tolist()
         rows = [0, *(row + 1 for row in path)]
         runner.keep(base, rows)
         next_ids, features = torch.tensor(emitted, device=runner.device), verified.features[rows]

@@ -150,9 +150,9 @@ class DrawnTree:
     """A tree whose siblings are drawn from the head's distribution, without replacement.
 
     Each of the `width` most probable nodes of a level gets `branch` children, `depth` levels deep, and all are
-    verified: branch + (depth - 1) * width * branch nodes. Nothing drawn may be dropped for what it turned out to be: the
-    rejection rule needs the distribution each sibling came from. Which nodes are expanded may depend on all tokens drawn
-    so far.
+    verified: branch + (depth - 1) * width * branch nodes. Nothing drawn may be dropped for what it turned out to be:
+    the rejection rule needs the distribution each sibling came from. Which nodes are expanded may depend on all tokens
+    drawn so far.
     """
 
     depth: int
