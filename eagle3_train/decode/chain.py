@@ -27,6 +27,14 @@ class Chain:
     sampling: Sampling = GREEDY
     greedy_draft: bool = False
 
+    @property
+    def depth(self) -> int:
+        return self.steps
+
+    @property
+    def shape(self) -> str:
+        return "chain"
+
     def propose(
         self, head: DraftHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
     ) -> Proposal:
@@ -71,6 +79,4 @@ def decode_chain(
 ) -> Generation:
     """Chain decoding of one prompt; `decode_speculative` with a `Chain` of K = `steps` drafts."""
     chain = Chain(steps, sampling, greedy_draft)
-    return decode_speculative(
-        runner, head, chain, prompt_ids, max_new_tokens, stop_ids, sampling=sampling, generator=generator
-    )
+    return decode_speculative(runner, head, chain, prompt_ids, max_new_tokens, stop_ids, generator=generator)

@@ -52,6 +52,21 @@ class Verdict(NamedTuple):
 class Proposer(Protocol):
     """A way to draft and to verify: chain or tree."""
 
+    @property
+    def depth(self) -> int:
+        """Drafts that a cycle can accept at most."""
+        ...
+
+    @property
+    def shape(self) -> str:
+        """Its name in records and tables."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        ...
+
     def propose(
         self, head: Any, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
     ) -> Proposal:
@@ -113,13 +128,13 @@ def decode_speculative(
     max_new_tokens: int,
     stop_ids: Sequence[int],
     *,
-    sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Lossless speculative decoding: draft, verify in one target forward, keep what was accepted, roll back the rest.
 
-    Arguments as for `decode_plain`; `sampling` draws the first token, `proposer` all others.
+    Arguments as for `decode_plain`. `proposer` says how tokens are drawn, those without a draft too.
     """
+    sampling = proposer.sampling
     prompt = _start(runner, prompt_ids, max_new_tokens)
     stops = frozenset(stop_ids)
     state = head.new_state()

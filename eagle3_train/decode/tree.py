@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.loop import DraftHead, Generation, Proposal, Verdict, decode_speculative, widen
-from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.loop import DraftHead, Proposal, Verdict, widen
 from eagle3_train.decode.sampling import GREEDY, Sampling, accept_siblings, draw
 
 
@@ -100,10 +98,20 @@ class Tree:
         if min(self.depth, self.top_k, self.total) < 1:
             raise ValueError(f"{self}: depth, top_k and total must be at least 1")
 
+    @property
+    def shape(self) -> str:
+        return f"tree {self.depth}x{self.top_k}/{self.total}"
+
     def propose(
-        self, head: TreeHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
+        self,
+        head: TreeHead,
+        state: Any,
+        h: Tensor,
+        logits: Tensor,
+        room: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> Proposal:
-        # `room` does not prune: which candidates survive must not depend on where the generation happens to end.
+        """`room` has no say: which candidates survive must not depend on where the generation happens to end."""
         candidates = _Candidates()
         tokens, logp = self._best(head, logits)
         frontier = _first(candidates, tokens, logp, h, self.top_k)
@@ -136,13 +144,30 @@ def prune(candidates: _Candidates, total: int) -> Proposal:
 
 def follow(tokens: list[int], parents: list[int], choice: list[int]) -> Verdict:
     """Walk a tree from its root along the target's choices: `choice[0]` after the root, `choice[1 + i]` after row i."""
-    child = {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    child = _children(tokens, parents)
     path: list[int] = []
     emitted = [choice[0]]
     while (row := child.get((path[-1] if path else -1, emitted[-1]))) is not None:
         path.append(row)
         emitted.append(choice[1 + row])
     return Verdict(path, emitted)
+
+
+def _children(tokens: list[int], parents: list[int]) -> dict[tuple[int, int], int]:
+    """(parent, token) -> row."""
+    return {key: row for row, key in enumerate(zip(parents, tokens, strict=True))}
+
+
+def match(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Rows of the tree's longest path that spells a prefix of `text`."""
+    child = _children(tokens, parents)
+    path: list[int] = []
+    for token in text:
+        row = child.get((path[-1] if path else -1, token))
+        if row is None:
+            break
+        path.append(row)
+    return path
 
 
 @dataclass(frozen=True)
@@ -163,6 +188,10 @@ class DrawnTree:
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.branch) < 1 or self.sampling.greedy:
             raise ValueError(f"{self}: depth, width and branch must be at least 1, and the temperature above 0")
+
+    @property
+    def shape(self) -> str:
+        return f"drawn tree {self.depth}x{self.width}x{self.branch}"
 
     def propose(
         self, head: TreeHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
@@ -218,19 +247,3 @@ class DrawnTree:
             path.append(node)
         emitted.append(int(torch.multinomial(p[node + 1], 1, generator=generator)))
         return Verdict(path, emitted)
-
-
-def decode_tree(
-    runner: TargetRunner,
-    head: TreeHead,
-    prompt_ids: Tensor,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    tree: Tree | DrawnTree,
-    *,
-    generator: torch.Generator | None = None,
-) -> Generation:
-    """Tree decoding of one prompt, sampled as the tree says; see `decode_speculative`."""
-    return decode_speculative(
-        runner, head, tree, prompt_ids, max_new_tokens, stop_ids, sampling=tree.sampling, generator=generator
-    )

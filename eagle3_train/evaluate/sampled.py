@@ -1,13 +1,12 @@
 """Replay of transcripts that the target sampled: expected cycles, exactly, again without the target.
 
-A drafted token from q is kept with probability min(1, p / q) at each token, so token x comes out of a draft with probability
-min(q(x), p(x)), and out of the whole cycle with p(x). Given that the transcript continues with x, the draft was therefore
-accepted with probability min(1, q(x) / p(x)), independently at each position; and a deterministic draft exactly when it is x.
+A draft drawn from q is accepted with probability min(1, p / q), so that token x comes out as an accepted draft with
+probability min(q(x), p(x)), and at all with p(x). Given that the transcript continues with x, the draft was therefore
+accepted with probability min(1, q(x) / p(x)), at each position for itself; a deterministic draft, exactly when it is x.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +22,7 @@ from eagle3_train.store import TargetPart
 
 
 class StepwiseHead(Protocol):
-    """What sampled replay needs of a draft head (`drafts.Draft`): its training forward, whose objective sees each step."""
+    """What sampled replay needs of a draft head (`drafts.Draft`): its training forward shows each step's rows."""
 
     steps: int
 
@@ -82,3 +81,25 @@ def _target_probs(part: TargetPart, batch: DraftBatch, transcript: Transcript, s
     normed = F.rms_norm(final, weight.shape, weight, part.config.get("rms_norm_eps", 1e-6))
     logits = F.linear(normed, part.lm_head.to(device, torch.float32))
     return sampling.probs(logits).gather(1, batch.input_ids[first + 1 :, None])[:, 0]
+
+
+def expected_counts(accept: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """Expected cycles of one transcript, and at each position those that compare a draft and those that accept it.
+
+    accept: [n - 1, K] of `acceptance`, row r the cycle that starts after r tokens beyond the first.
+
+    Returns:
+        (forwards, drafted [K], accepted [K]), counted as in `Record.of_cycles`: where `accept` is 0 or 1 everywhere
+        they are its numbers.
+    """
+    tokens, steps = accept.shape
+    drafted, accepted = np.zeros(steps), np.zeros(steps)
+    visits = np.zeros(tokens + 1)  # probability that a cycle starts here; the last one: that the end is reached
+    visits[0] = 1
+    for r in range(tokens):
+        limit = min(steps, tokens - r - 1)
+        reach = np.concatenate(([1.0], np.cumprod(accept[r, :limit])))  # [a]: the first a drafts accepted
+        drafted[:limit] += visits[r] * reach[:-1]
+        accepted[:limit] += visits[r] * reach[1:]
+        visits[r + 1 : r + 2 + limit] += visits[r] * (reach - np.append(reach[1:], 0))
+    return float(visits[:-1].sum()), drafted, accepted

@@ -41,7 +41,7 @@ def p_value(sampling: Sampling, proposer: Proposer | None, runs: int = RUNS) -> 
             out = decode_plain(runner, PROMPT, NEW, [], sampling=sampling, generator=generator)  # type: ignore[arg-type]
         else:
             out = decode_speculative(
-                runner, head, proposer, PROMPT, NEW, [], sampling=sampling, generator=generator  # type: ignore[arg-type]
+                runner, head, proposer, PROMPT, NEW, [], generator=generator  # type: ignore[arg-type]
             )  # fmt: skip
         counts[tuple(out.tokens)] += 1
     expected = {text: runs * runner.probability(text, sampling) for text in texts(NEW)}

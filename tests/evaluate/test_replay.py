@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle3_train.config import TaskConfig
-from eagle3_train.decode.chain import decode_chain
+from eagle3_train.decode.chain import Chain, decode_chain
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.evaluate import Record, decode_tasks, replay_tasks
 from eagle3_train.evaluate.replay import accepted_runs, replay, walk
@@ -38,7 +38,7 @@ def test_the_transcripts_end_in_every_way() -> None:
 def test_replay_and_decode_agree_record_by_record(folder: str, kind: str) -> None:
     head = trained_head() if kind == "trained" else RandomHead(HIDDEN, 3)
     replayed, summary = replay_tasks(head, folder, [TASK], CPU, 200, 0)
-    decoded, more = decode_tasks(head, tiny_target(), folder, [TASK], 8, 3, STOPS, 200, 0)
+    decoded, more = decode_tasks(head, tiny_target(), folder, [TASK], 8, Chain(3), STOPS, 200, 0)
     measured_alone = {"seconds": None, "plain_seconds": None, "lossless": None, "method": "replay"}
     assert all(r.lossless for r in decoded)
     assert [replace(r, **measured_alone) for r in decoded] == replayed
@@ -66,7 +66,7 @@ def test_replay_and_decode_agree_cycle_by_cycle(new: int, prompt_length: int, st
         ahead = OracleHead(longer, lambda t, i: bool(right[t, i]), 4)  # noqa: B023
         known = OracleHead(torch.from_numpy(text.input_ids.astype(np.int64)), ahead.right, 4)
         decoded = decode_chain(runner, ahead, start, new + 5 if stop else new, stops, 4)
-        ((_, replayed),) = replay(known, [Transcript.of(text)], CPU, torch.float32, 100)
+        ((_, replayed),) = replay(known, [Transcript.of(text)], CPU, 100)
         assert decoded.tokens == text.input_ids[prompt_length:].tolist()
         assert replayed == decoded.accepted
 
