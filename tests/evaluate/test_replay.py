@@ -12,6 +12,7 @@ import torch
 from eagle3_train.config import TaskConfig
 from eagle3_train.decode.chain import Chain, decode_chain
 from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.tree import Tree
 from eagle3_train.evaluate import Record, decode_tasks, replay_tasks
 from eagle3_train.evaluate.replay import accepted_runs, replay, walk
 from eagle3_train.evaluate.transcripts import Transcript
@@ -46,6 +47,18 @@ def test_replay_and_decode_agree_record_by_record(folder: str, kind: str) -> Non
     if kind == "trained":
         assert 1.3 < summary["tau_replay"]["tiny"]["tau"] < 3.9
         assert all(0 < a < 1 for a in summary["alpha"])
+
+
+@pytest.mark.parametrize("tree", [Tree(3, 3, 9), Tree(5, 2, 6), Tree(1, 4, 4)], ids=lambda t: t.shape)
+def test_trees_replay_as_they_decode(folder: str, tree: Tree) -> None:
+    head = trained_head()
+    replayed, keys = replay_tasks(head, folder, [TASK], CPU, 50, 0, tree=tree)
+    decoded, _ = decode_tasks(head, tiny_target(), folder, [TASK], 8, tree, STOPS, 50, 0)
+    measured_alone = {"seconds": None, "plain_seconds": None, "lossless": None, "method": "replay"}
+    assert [replace(r, **measured_alone) for r in decoded] == replayed
+    assert {r.shape for r in replayed} == {tree.shape}
+    assert len(replayed[0].drafted) == tree.depth
+    assert keys == {}  # the result's own keys are of chains
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 5, 17])
