@@ -8,15 +8,14 @@ from pathlib import Path
 
 from analysis.findings import summary_text
 from analysis.quantities import AXES
-from analysis.reporting import write_report
+from analysis.reporting import default_folder, write_report
 from analysis.study import REPLICATES, analyse
 from analysis.table import load_runs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis", description="Fit scaling curves to runs and write a report."
-    )
+    """Exit status: 0 written, 2 a user's mistake (said on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m analysis", description="Fit scaling curves and write a report.")
     parser.add_argument("runs", nargs="+", type=Path, help="a study folder, run folders, or tidy .csv/.parquet files")
     parser.add_argument("--out", type=Path, help="folder of the report (default: RUNS/report for one study folder)")
     parser.add_argument("--axis", choices=list(AXES), help="data axis (default: the first that every run has)")
@@ -24,14 +23,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--replicates", type=int, default=REPLICATES, help="bootstrap replicates (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    if options.out is None and not (len(options.runs) == 1 and options.runs[0].is_dir()):
-        parser.error("--out DIR is needed: there is not exactly one study folder to put the report in")
     try:
+        folder = options.out or default_folder(options.runs)
         analysis = analyse(load_runs(options.runs), axis=options.axis, replicates=options.replicates)
     except ValueError as e:
-        print(e, file=sys.stderr)
+        print(f"python -m analysis: {e}", file=sys.stderr)
         return 2
-    path = write_report(analysis, options.out or options.runs[0] / "report")
+    path = write_report(analysis, folder)
     print(summary_text(analysis))
     print(f"\nReport: {path}")
     return 0

@@ -270,48 +270,46 @@ def _profiles(
 ) -> dict[str, tuple[float | None, float | None]]:
     """Profile interval of each parameter: values at which the refitted objective stays within the F threshold.
 
-    A side is None where the objective does not cross the threshold before the parameter's bound (or eight scatter widths
-    where it has none): the data do not bound it there. Conditional on the prompts: their common noise is in the bootstrap alone.
+    A side is None where the objective does not cross the threshold before the parameter's bound (or far out, where it
+    has none): the data do not bound it there. Conditional on the prompts: their common noise is in the bootstrap alone.
     """
-    runs, p = len(data.loss), len(theta)
-    freedom = runs - p
+    freedom = len(data.loss) - len(theta)
     if freedom < 1:
-        return {name: (None, None) for name in form.names}
+        return dict.fromkeys(form.names, (None, None))
     scatter = max(2 * cost / freedom, 1e-12)
     threshold = cost + 0.5 * scatter * float(f_distribution.ppf(LEVEL, 1, freedom))
+    grid = _profile_grid(form, theta)  # [p, 2, m]
+    p, _, m = grid.shape
+    rows = p * 2 * m
+    fixed = np.repeat(np.arange(p), 2 * m)
+    starts, lower, upper = (np.tile(np.asarray(v, dtype=float), (rows, 1)) for v in (theta, form.lower, form.upper))
+    for bound in (starts, lower, upper):
+        bound[np.arange(rows), fixed] = grid.reshape(-1)
+    y, weight = np.tile(data.log_loss, (rows, 1)), np.tile(1 / data.sigma, (rows, 1))
+    _, profile, _ = refine(form, starts, data.inputs, y, weight, lower, upper, delta)
+    profile = profile.reshape(p, 2, m)
     return {
-        name: (
-            _profile_side(form, data, theta, threshold, delta, j, -1),
-            _profile_side(form, data, theta, threshold, delta, j, +1),
-        )
+        name: (_crossing(grid[j, 0], profile[j, 0], threshold), _crossing(grid[j, 1], profile[j, 1], threshold))
         for j, name in enumerate(form.names)
     }
 
 
-def _profile_side(
-    form: Form, data: Data, theta: Array, threshold: float, delta: float, j: int, sign: int
-) -> float | None:
-    """Where the profile of parameter j crosses the threshold on one side; None where it does not."""
-    bound = form.lower[j] if sign < 0 else form.upper[j]
-    reach = abs(bound - theta[j]) if np.isfinite(bound) else 1e3 * max(abs(theta[j]), 1.0)
-    if reach <= 0:
-        return None
-    steps = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, PROFILE_POINTS)]) * reach
-    values = theta[j] + sign * steps
-    starts = np.repeat(theta[None], len(values), 0)
-    starts[:, j] = values
-    lower = np.repeat(np.array(form.lower)[None], len(values), 0)
-    upper = np.repeat(np.array(form.upper)[None], len(values), 0)
-    lower[:, j] = upper[:, j] = values
-    y = np.repeat(data.log_loss[None], len(values), 0)
-    weight = np.repeat(1 / data.sigma[None], len(values), 0)
-    _, profile, _ = refine(form, starts, data.inputs, y, weight, lower, upper, delta)
+def _profile_grid(form: Form, theta: Array) -> Array:
+    """Values at which each parameter is held, from the estimate towards both bounds in growing steps, [p, 2, m]."""
+    bounds = np.stack([form.lower, form.upper], -1)
+    far = 1e3 * np.maximum(np.abs(theta), 1.0)[:, None]
+    reach = np.where(np.isfinite(bounds), np.abs(bounds - theta[:, None]), far)
+    steps = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, PROFILE_POINTS)])
+    return theta[:, None, None] + np.array([-1.0, 1.0])[:, None] * reach[..., None] * steps
+
+
+def _crossing(values: Array, profile: Array, threshold: float) -> float | None:
+    """Where a profile first exceeds the threshold, by linear interpolation; None where it never does."""
     above = np.flatnonzero(profile > threshold)
     if not len(above):
         return None
     k = int(above[0])
-    span = profile[k] - profile[k - 1]
-    share = (threshold - profile[k - 1]) / span if span > 0 else 1.0
+    share = (threshold - profile[k - 1]) / (profile[k] - profile[k - 1])
     return float(values[k - 1] + share * (values[k] - values[k - 1]))
 
 

@@ -69,7 +69,8 @@ def _ones(nu: Array, inputs: Array) -> Array:
     return np.ones((*nu.shape[:-1], len(inputs)))
 
 
-EXPONENTS = (0.03, 0.08, 0.15, 0.25, 0.4, 0.6, 0.9, 1.3, 2.0)
+EXPONENTS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8, 1.1, 1.6, 2.4)
+FEW_EXPONENTS = (0.05, 0.15, 0.3, 0.5, 0.8, 1.3, 2.0)  # where two exponents are gridded together
 
 CONSTANT = Form(
     name="constant",
@@ -123,7 +124,7 @@ HYPERBOLA = Form(
     nonlinear=("h",),
     lower=(0.0, 0.0, 0.05),
     upper=(np.inf, np.inf, 1e4),
-    grid=((0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0),),
+    grid=((0.1, 0.3, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 20.0, 50.0, 200.0, 2000.0),),
     basis=lambda nu, inputs: np.stack([_ones(nu, inputs), 1 / (1 + inputs[:, 0] / nu[..., :1])], -1),
 )
 
@@ -190,7 +191,7 @@ REPETITION = Form(
     nonlinear=("b", "R"),
     lower=(0.0, 0.0, 0.01, 0.05),
     upper=(np.inf, np.inf, 3.0, 1e3),
-    grid=(EXPONENTS, (0.5, 2.0, 8.0, 30.0, 120.0)),
+    grid=(FEW_EXPONENTS, (0.5, 2.0, 8.0, 30.0, 120.0)),
     basis=_repetition_basis,
     inputs=("data", "epochs"),
 )
@@ -202,7 +203,7 @@ JOINT = Form(
     nonlinear=("alpha", "beta"),
     lower=(0.0, 0.0, 0.0, 0.01, 0.01),
     upper=(np.inf, np.inf, np.inf, 3.0, 3.0),
-    grid=(EXPONENTS, EXPONENTS),
+    grid=(FEW_EXPONENTS, FEW_EXPONENTS),
     basis=lambda nu, inputs: np.stack(
         [_ones(nu, inputs), _power(inputs, nu[..., 0], 1), _power(inputs, nu[..., 1], 0)], -1
     ),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-
 from numpy.typing import NDArray
 
 from analysis.forms import Array, Form
@@ -78,16 +77,17 @@ def start(form: Form, inputs: Array, log_loss: Array, weight: Array, delta: floa
 
 
 def _jacobian(form: Form, theta: Array, inputs: Array, weight: Array) -> Array:
-    """d residual / d theta [R, n, p], central differences."""
-    columns = []
-    for j in range(theta.shape[-1]):
+    """d residual / d theta [R, n, p]: exact for the linear coefficients, central differences for the others."""
+    m = len(form.linear)
+    loss = np.maximum(form.loss(theta, inputs), TINY)
+    columns = [form.basis(theta[:, m:], inputs)] if m else []
+    for j in range(m, theta.shape[-1]):
         step = 1e-6 * np.maximum(np.abs(theta[:, j]), 1e-2)
         up, down = theta.copy(), theta.copy()
         up[:, j] += step
         down[:, j] -= step
-        slope = np.log(np.maximum(form.loss(up, inputs), TINY)) - np.log(np.maximum(form.loss(down, inputs), TINY))
-        columns.append(slope / (2 * step)[:, None])
-    return weight[..., None] * np.stack(columns, -1)
+        columns.append(((form.loss(up, inputs) - form.loss(down, inputs)) / (2 * step)[:, None])[..., None])
+    return (weight / loss)[..., None] * np.concatenate(columns, -1)
 
 
 def refine(
@@ -99,8 +99,8 @@ def refine(
     lower: Array,
     upper: Array,
     delta: float,
-    iterations: int = 80,
-    tolerance: float = 1e-8,
+    iterations: int = 60,
+    tolerance: float = 1e-6,
 ) -> tuple[Array, Array, NDArrayBool]:
     """Projected Levenberg-Marquardt with Huber weights from `theta` [R, p]: (theta, objective [R], converged [R]).
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from analysis.forms import Array
 from analysis.study import Analysis, Series
+
+ASSUMED_COSTS = (0.05, 0.1, 0.2)  # draft step over target forward, for a study in which nothing was decoded
+
+
+def speedup_at(tau: float | Array, steps: int, cost: float) -> float | Array:
+    """tau / (1 + K c): a cycle yields tau tokens for one target forward and K draft steps of cost c each."""
+    return tau / (1 + steps * cost)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def speedup_model(analysis: Analysis, series: Series) -> SpeedupModel | None:
             {
                 "scale": tau.index.to_numpy(),
                 "x": tau[analysis.axis].to_numpy(),
-                "speedup": tau[f"tau.{task}"].to_numpy() / (1 + series.draft_steps * cost),
+                "speedup": speedup_at(tau[f"tau.{task}"].to_numpy(), series.draft_steps, cost),
                 "lo": np.nan,
                 "hi": np.nan,
             }

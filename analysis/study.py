@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.bootstrap import METHOD, SeedVariance, resample_runs, seed_variance
@@ -15,11 +14,11 @@ from analysis.fitting import Data, Estimate, FitResult, Prediction, fit, robust_
 from analysis.forms import JOINT, LOG_LINEAR, REPETITION, Array, Form, data_forms
 from analysis.quantities import AXES, Quantity, quantity
 from analysis.selection import Selection, select
+from analysis.series import choose_axis, group, prompt_replicates, quantities_of
 from analysis.table import Table
 
 REPLICATES = 1000
 EXTRAPOLATE = (16.0, 64.0)  # multiples of the 1x data
-Z95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class QuantityFit:
     data: Data
     seeds: SeedVariance
     results: dict[str, FitResult]
-    skipped: dict[str, str]  # form -> why it was not fitted
+    skipped: list[tuple[Form, str]]  # forms that were not fitted, and why
     selection: Selection | None
     gain: Estimate | None
 
@@ -130,113 +129,19 @@ def analyse(
     runs = table.finished
     if runs.empty:
         raise ValueError("no finished run among " + ", ".join(table.runs["point"].astype(str)) + ": nothing to analyse")
-    axis = _choose_axis(runs, axis)
+    axis = choose_axis(runs, axis)
     rng = np.random.default_rng(seed)
     index = runs.index.to_numpy()
-    names = _quantities(table)
-    prompts, notes = _prompt_replicates(table, index, names, replicates, rng)
+    names = quantities_of(table)
+    prompts, notes = prompt_replicates(table, index, names, replicates, rng)
     place = {run: i for i, run in enumerate(index)}
     series = []
-    for label, members in _group(runs):
+    for label, members in group(runs):
         columns = [place[run] for run in members]
-        own = {n: None if r is None else r[:, columns] for n, r in prompts.items()}
+        own = {n: None if r is None or np.isnan(r[:, columns]).any() else r[:, columns] for n, r in prompts.items()}
         series.append(_analyse_series(table, label, members, axis, own, rng, profiles))
     warnings = [*table.notes, *notes, *_warnings(table, series)]
     return Analysis(table, axis, series, _joint_fits(table, axis, series), _compare(series), warnings)
-
-
-def _choose_axis(runs: pd.DataFrame, axis: str | None) -> str:
-    complete = [a for a in AXES if a in runs and runs[a].notna().all()]
-    if axis is None and complete:
-        return complete[0]
-    if axis not in complete:
-        raise ValueError(f"axis={axis!r}: not every finished run has it; choose one of {', '.join(complete) or 'none'}")
-    return axis
-
-
-def _quantities(table: Table) -> list[str]:
-    alphas = sorted((c for c in table.runs if c.startswith("alpha_") and "." not in c), key=lambda c: int(c[6:]))
-    return [n for n in ("tau", *alphas, "val_loss", "val_kl") if table.has(n)]
-
-
-def _group(runs: pd.DataFrame) -> list[tuple[str, NDArray[np.int64]]]:
-    """Series of finished runs: split by draft head, study, target and K, then by what tells equal (scale, seed) apart."""
-    always = [c for c in ("draft", "study", "target", "draft_steps") if c in runs]
-    splitters = ["draft_vocab_size", "parameters.trainable", "epochs", "steps", "train_identity", "point"]
-    groups = [(key, group) for key, group in runs.groupby(always, dropna=False, sort=True)]
-    labels = [c for c in always if c == "draft" or runs[c].nunique(dropna=False) > 1]
-    out: list[tuple[str, NDArray[np.int64]]] = []
-    for _, group in groups:
-        head = ", ".join(_label(c, group[c].iloc[0]) for c in labels)
-        for extra, members in _split(group, [c for c in splitters if c in runs]):
-            out.append((", ".join([head, *extra]), members.index.to_numpy()))
-    return out
-
-
-def _split(group: pd.DataFrame, columns: list[str]) -> list[tuple[list[str], pd.DataFrame]]:
-    """Split a group until no two runs share data scale and seed; each part with the labels that tell it apart."""
-    if not group.duplicated(["data_scale", "seed"]).any() or not columns:
-        return [([], group)]
-    column, rest = columns[0], columns[1:]
-    varies = group.groupby(["data_scale", "seed"], dropna=False)[column].nunique(dropna=False).max() > 1
-    if not varies:
-        return _split(group, rest)
-    return [
-        ([_label(column, value), *extra], part)
-        for value, sub in group.groupby(column, dropna=False, sort=True)
-        for extra, part in _split(sub, rest)
-    ]
-
-
-def _label(column: str, value: object) -> str:
-    short = {
-        "draft": "{}",
-        "study": "{}",
-        "target": "{}",
-        "draft_steps": "K={}",
-        "parameters.trainable": "{:,} parameters",
-    }
-    return short.get(column, column + "={}").format(value)
-
-
-def _prompt_replicates(
-    table: Table, index: NDArray[np.int64], names: list[str], replicates: int, rng: np.random.Generator
-) -> tuple[dict[str, Array | None], list[str]]:
-    """Each quantity of every finished run under resampled prompts, [R, n]; None where nothing is known of prompt noise."""
-    out: dict[str, Array | None] = dict.fromkeys(names)
-    recorded = sorted(set(table.records["run"]) & set(index)) if not table.records.empty else []
-    counts = table.counts(recorded) if recorded else None
-    if counts is not None:
-        columns = np.searchsorted(index, recorded)
-        for name, values in counts.measure(counts.prompt_weights(replicates, rng)).items():
-            if name in out:
-                full = np.full((replicates, len(index)), np.nan)
-                full[:, columns] = values
-                out[name] = full
-    notes = []
-    if "tau" in out and (counts is None or len(recorded) < len(index)):
-        error = _reported_error(table, index)
-        current = out["tau"] if out["tau"] is not None else np.full((replicates, len(index)), np.nan)
-        missing = np.isnan(current).all(0)
-        point = table.runs.loc[index, "tau"].to_numpy(dtype=float)
-        noise = rng.standard_normal(current.shape) * np.nan_to_num(error)
-        out["tau"] = np.where(missing, point + noise, current)
-        known = "from their reported intervals, as independent" if np.isfinite(error[missing]).any() else "is not known"
-        notes.append(f"{int(missing.sum())} runs have no per-prompt records: the prompt noise of their tau {known}")
-    return {n: None if r is None or np.isnan(r).any() else r for n, r in out.items()}, notes
-
-
-def _reported_error(table: Table, index: NDArray[np.int64]) -> Array:
-    """Standard error of tau from reported 95 % intervals: `tau_lo`, `tau_hi`, or the tasks' weighted by forwards. [n]"""
-    runs = table.runs.loc[index]
-    if {"tau_lo", "tau_hi"} <= set(runs):
-        return ((runs["tau_hi"] - runs["tau_lo"]) / (2 * Z95)).to_numpy(dtype=float)
-    tasks = [t for t in table.tasks if {f"tau_lo.{t}", f"tau_hi.{t}", f"tau_forwards.{t}"} <= set(runs)]
-    if not tasks:
-        return np.full(len(runs), np.nan)
-    share = np.stack([runs[f"tau_forwards.{t}"].to_numpy(dtype=float) for t in tasks])
-    errors = np.stack([((runs[f"tau_hi.{t}"] - runs[f"tau_lo.{t}"]) / (2 * Z95)).to_numpy(dtype=float) for t in tasks])
-    return np.sqrt(((share / share.sum(0) * errors) ** 2).sum(0))
 
 
 def _analyse_series(
@@ -252,7 +157,7 @@ def _analyse_series(
     steps = int(runs["draft_steps"].iloc[0])
     x = runs[axis].to_numpy(dtype=float)
     fits = {}
-    for name in _quantities(table):
+    for name in quantities_of(table):
         values = runs[name].to_numpy(dtype=float)
         keep = np.isfinite(values)
         if keep.any():
@@ -298,11 +203,12 @@ def _data(
 
 
 def _fit_quantity(data: Data, seeds: SeedVariance, profiles: bool) -> QuantityFit:
-    results, skipped = {}, {}
+    results: dict[str, FitResult] = {}
+    skipped: list[tuple[Form, str]] = []
     for form in data_forms(data.quantity.span):
         needed = form.scales_needed if form.nonlinear else len(form.names)
         if data.scales < needed:
-            skipped[form.name] = f"under-identified: needs {needed} scales, has {data.scales}"
+            skipped.append((form, f"under-identified: needs {needed} scales, has {data.scales}"))
         else:
             results[form.name] = fit(form, data, profiles=profiles)
     line = results.get(LOG_LINEAR.name)
@@ -421,44 +327,3 @@ def _warnings(table: Table, series: Iterable[Series]) -> list[str]:
             "the runs were trained on different stores (fingerprints differ): their data axes may not be comparable"
         )
     return out
-
-
-def data_for_tau(
-    result: FitResult | PositionModel, wanted: float, base: float, limit: float = 2.0**20
-) -> Estimate | None:
-    """Data (axis units) at which the curve reaches `wanted`; None where it does not within `limit` times `base`.
-
-    `hi` None: some replicates in the upper 2.5 % never reach it.
-    """
-    data = base * np.geomspace(0.25, limit, 400)
-    value = result.predict(data).value
-    crossing = _first_crossing(data, value[None], wanted)[0]
-    if not np.isfinite(crossing):
-        return None
-    draws = _curve_draws(result, data)
-    if draws is None:
-        return Estimate(float(crossing))
-    reached = _first_crossing(data, draws, wanted)
-    lo, hi = np.quantile(reached, [0.025, 0.975], method="nearest")
-    return Estimate(float(crossing), float(lo) if np.isfinite(lo) else None, float(hi) if np.isfinite(hi) else None)
-
-
-def _curve_draws(result: FitResult | PositionModel, data: Array) -> Array | None:
-    if isinstance(result, FitResult):
-        if result.draws is None:
-            return None
-        return result.data.quantity.from_loss(result.form.loss(result.draws, data[:, None] / result.data.reference))
-    parts = [_curve_draws(p, data) for p in result.positions]
-    return None if any(p is None for p in parts) else compose_tau(np.stack([p for p in parts if p is not None]))
-
-
-def _first_crossing(data: Array, curves: Array, wanted: float) -> Array:
-    """First data value at which each curve [R, m] is at least `wanted`, by interpolation in log data; inf: never."""
-    above = curves >= wanted
-    k = above.argmax(1)
-    rows = np.arange(len(curves))
-    before = np.maximum(k - 1, 0)
-    y0, y1 = curves[rows, before], curves[rows, k]
-    share = np.where(y1 > y0, (wanted - y0) / np.where(y1 > y0, y1 - y0, 1.0), 0.0)
-    crossing = np.exp(np.log(data[before]) + np.clip(share, 0, 1) * (np.log(data[k]) - np.log(data[before])))
-    return np.where(above.any(1), crossing, np.inf)

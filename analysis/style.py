@@ -80,26 +80,28 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, stem: Path) -> None:
-    """Write STEM.png (200 dpi, white ground), .svg and .pdf. No dates inside: the same figure is the same file."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(stem.with_suffix(".png"), dpi=200, facecolor="white", metadata={"Software": None})
-    stem.with_suffix(".svg").write_text(svg_text(figure, stem.name), encoding="utf-8")
-    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
-
-
 def svg_text(figure: Figure, name: str) -> str:
-    """The figure as SVG; `name` salts its ids, so that several can stand in one document."""
+    """Lay the figure out, once and for all formats, and render it as SVG; `name` salts the ids in it."""
     import matplotlib
 
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
-def inline_svg(svg: str, name: str, alt: str) -> str:
-    """An SVG for the report: themed by CSS variables, ids made unique by `name`, described by `alt` for readers by ear."""
+def save(figure: Figure, svg: str, stem: Path) -> None:
+    """Write STEM.png (200 dpi, white ground), .svg and .pdf. No dates inside: the same figure is the same file."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".svg").write_text(svg, encoding="utf-8")
+    figure.savefig(stem.with_suffix(".png"), dpi=200, facecolor="white", metadata={"Software": None})
+    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
+
+
+def inline_svg(svg: str, name: str, alt: str, css_class: str) -> str:
+    """An SVG for the report: themed by CSS variables, ids made unique by `name`, described by `alt` to readers by ear."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
@@ -111,7 +113,7 @@ def inline_svg(svg: str, name: str, alt: str) -> str:
     head = re.match(r"<svg[^>]*>", body)
     assert head is not None
     opening = re.sub(r'\s(?:width|height)="[^"]*"', "", head[0])
-    opening = opening[:-1] + f' role="img" aria-label="{_attribute(alt)}">'
+    opening = opening[:-1] + f' class="{css_class}" role="img" aria-label="{_attribute(alt)}">'
     return opening + body[head.end() :].strip()
 
 

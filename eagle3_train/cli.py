@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from eagle3_train import config
 from eagle3_train.help import all_keys, overview, step_help
@@ -72,8 +72,8 @@ def explain(error: BaseException) -> str:
     if error.__cause__ is not None and isinstance(error, HydraException):
         text += "\n" + str(error.__cause__).partition("full_key:")[0]
     words = " ".join(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    if words.startswith("Could not override '"):
-        key = words.split("'")[1]
+    if words.startswith("Could not override '") or isinstance(error, ConfigKeyError | ConfigAttributeError):
+        key = getattr(error, "full_key", None) or words.split("'")[1]
         near = difflib.get_close_matches(key, [*all_keys(), *_groups()], n=3, cutoff=0.5)
         hint = f": did you mean {' or '.join(near)}?" if near else ""
         return f"there is no key {key!r}{hint} (`eagle3 STEP --cfg job` prints all keys)"
@@ -97,6 +97,8 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"the steps are {', '.join(STEPS)}"
         raise ValueError(f"there is no step {name!r}: {hint}")
     step = STEPS[name]
+    if step.parses_itself and rest and not HELP & {rest[0]}:
+        return step.run(Call([], rest))
     show = "--cfg" in rest
     if show:
         at = rest.index("--cfg")
@@ -149,4 +151,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The module under its own name: sweeps imports it too, and there must be one class `Failed`, not two.
+    from eagle3_train.cli import main as run
+
+    run()

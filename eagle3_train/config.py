@@ -98,7 +98,7 @@ class DraftConfig:
     steps: int = 3  # K: training-time-test steps, and the chain length that is drafted
     vocab_size: int = 4096  # draft vocabulary D: the most frequent supervised tokens of the whole store
     init_lm_head: str = "target"  # target: the target's rows; random
-    init_layer: str = "random"  # random; target: the target's last layer, fc passing the top state through
+    init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
     attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
 
 
@@ -273,7 +273,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
     "draft.kind": ("eagle3",),
     "draft.init_lm_head": ("target", "random"),
-    "draft.init_layer": ("random", "target"),
+    "draft.init_layer": ("target", "random"),
     "draft.attention": ("merge", "reference"),
     "train.regime": ("epochs", "steps"),
     "train.oov": ("drop", "keep"),

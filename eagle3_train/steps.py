@@ -37,7 +37,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """`run` returns the exit code. `takes_words`: arguments that are no overrides are the step's own."""
+    """`run` returns the exit code. `takes_words`: arguments that are no overrides are the step's own; `parses_itself`:
+    all are."""
 
     run: Callable[[Call], int]
     summary: str
@@ -46,6 +47,7 @@ class Step:
     keys: tuple[str, ...]
     examples: tuple[str, ...]
     takes_words: bool = False
+    parses_itself: bool = False
 
 
 def prepare(call: Call) -> int:
@@ -123,30 +125,29 @@ def study(call: Call) -> int:
     from sweeps.study import run_study
 
     done = run_study(call.overrides)
-    if done.study.cfg.dry_run or len(done.failed) == len(done.study.points):
-        return bool(done.failed)
-    _report(done.study.cfg)
+    if not done.study.cfg.dry_run and len(done.failed) < len(done.study.points):
+        _report([point.dir for point in done.study.points], done.study.dir)
     return bool(done.failed)
 
 
 def report(call: Call) -> int:
-    _report(call.config())
+    folder = Path(call.config().paths.study)
+    _report([folder], folder)
     return 0
 
 
-def _report(cfg: Config) -> None:
-    from analysis import report as write_report
-    from analysis import summary_text
+def _report(runs: list[Path], study: Path) -> None:
+    from analysis import analyse, load_runs, summary_text, write_report
 
-    folder = Path(cfg.paths.study)
-    write_report(folder, folder / "report")
-    say(summary_text(folder / "report"))
+    analysis = analyse(load_runs(runs))
+    path = write_report(analysis, study / "report")
+    say(f"{summary_text(analysis)}\n\nReport: {path}")
 
 
 def store(call: Call) -> int:
-    from eagle3_train.store.commands import run
+    from eagle3_train.store.commands import main
 
-    return run(call.words, call.overrides)
+    return main(call.words)
 
 
 def _rank() -> int:
@@ -225,11 +226,15 @@ STEPS: dict[str, Step] = {
     ),
     "store": Step(
         store,
-        "look into a hidden-state store, verify it: `eagle3 store` lists what can be done",
-        "<study>/store/, or another store by path",
-        "nothing, unless its own help says so",
-        ("paths.store",),
-        ("eagle3 store info", "eagle3 store verify"),
-        takes_words=True,
+        "look after a hidden-state store: finalize, info, verify, sample",
+        "a store: <study>/store, or any other by its path",
+        "nothing; `finalize` writes the manifest and the index of a store that lost them",
+        (),
+        (
+            "eagle3 store info outputs/quickstart/store",
+            "eagle3 store verify outputs/quickstart/store",
+            "eagle3 store COMMAND --help",
+        ),
+        parses_itself=True,
     ),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
 
 from eagle3_train import config
 from eagle3_train.config import Config
@@ -55,17 +57,13 @@ def plan(overrides: Sequence[str]) -> Study:
     have to share a name or data that they do not share.
     """
     fixed, swept = _split(overrides)
-    base = config.compose(fixed)
+    raw = config.compose_raw([*fixed.values()])
+    base = config.resolve(deepcopy(raw))
     axes = {key: [literal(v) for v in values] for key, values in base.study.axes.items()} | swept
-    given = {o.key_or_group: text for text, o in zip(fixed, _parse(fixed), strict=True)}
-    for key in axes:
-        if key in given and key not in swept:  # the user fixed an axis
-            axes[key] = [given.pop(key).partition("=")[2]]
-            fixed = [text for text in fixed if text.partition("=")[0].lstrip("+") != key]
+    for key in axes.keys() & fixed.keys():  # the user fixed an axis
+        axes[key] = [fixed.pop(key).partition("=")[2]]
     points = []
-    for values in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
-        cfg = config.compose([*fixed, *(f"{key}={value}" for key, value in chosen.items())])
+    for chosen, cfg in _compositions([*fixed.values()], raw, axes):
         if any(matches(cfg, chosen, item) for item in base.study.exclude):
             continue
         set_decode(cfg, chosen)
@@ -73,6 +71,26 @@ def plan(overrides: Sequence[str]) -> Study:
     _check(base, points)
     base.study.axes = {key: [yaml.safe_load(value) for value in values] for key, values in axes.items()}
     return Study(base, points)
+
+
+def _compositions(
+    fixed: list[str], raw: DictConfig, axes: Mapping[str, list[str]]
+) -> Iterator[tuple[dict[str, str], Config]]:
+    """The configuration of every combination. Hydra composes once for each choice of config groups (a quarter of a
+    second each; `raw` is that of none); values of single keys are then set in copies, as Hydra itself sets them."""
+    groups = {p.name for p in config.conf_dir().iterdir() if p.is_dir()}
+    composed: dict[tuple[str, ...], DictConfig] = {(): raw}
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        choice = tuple(f"{key}={value}" for key, value in chosen.items() if key in groups)
+        if choice not in composed:
+            composed[choice] = config.compose_raw([*fixed, *choice])
+        cfg = deepcopy(composed[choice])
+        for key, value in chosen.items():
+            if key not in groups:
+                (parsed,) = _parse([f"{key}={value}"])
+                OmegaConf.update(cfg, key, parsed.value())
+        yield chosen, config.resolve(cfg)
 
 
 def set_decode(cfg: Config, chosen: Mapping[str, str]) -> None:
@@ -106,19 +124,22 @@ def literal(value: Any) -> str:
         return "{" + ",".join(f"{k}:{literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(literal(v) for v in value) + "]"
-    if isinstance(value, str) and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
+    if isinstance(value, str) and (
+        not value.isidentifier() or value.lower() in ("null", "true", "false", "nan", "inf")
+    ):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return str(value)
 
 
-def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Overrides of one value, and those of several (`seed=0,1`) as axes."""
-    fixed, swept = [], {}
+def _split(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Overrides of one value by their key, and those of several (`seed=0,1`) as axes."""
+    fixed: dict[str, str] = {}
+    swept: dict[str, list[str]] = {}
     for text, override in zip(overrides, _parse(overrides), strict=True):
         if override.is_sweep_override():
             swept[override.key_or_group] = list(override.sweep_string_iterator())
         else:
-            fixed.append(text)
+            fixed[override.key_or_group] = text
     return fixed, swept
 
 

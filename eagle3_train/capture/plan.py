@@ -81,7 +81,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     report = read_report(corpus)
     model = text_config(read_json(target / "config.json"))
     n_layers = model["num_hidden_layers"]
-    common = {
+    common: dict[str, Any] = {
         "target": cfg.target.name,
         "target_hash": weight_hash(target),
         "tokenizer_hash": tokenizer_hash(target),

@@ -7,11 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
@@ -24,7 +22,10 @@ from .batches import by_length, windows
 from .generate import continue_greedily
 from .hf import HiddenStates
 from .plan import MAY_DIFFER, Job, plan, require_disk
-from .target_part import write_target
+from .target_part import has_target, write_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOG = "capture.jsonl"  # in the study's folder: a line a captured shard
 PROBE_TOKENS = 512
@@ -33,11 +34,11 @@ PROBE_TOKENS = 512
 def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """Fill the stores of a study (docs/capture.md): training, validation, and a transcript store a task.
 
-    Worker `rank` of `world` captures every world-th missing shard; whoever finishes a store's last one writes its manifest.
-    What is there already is never redone, so an interrupted capture continues.
+    Worker `rank` of `world` captures every world-th missing shard; whoever finishes a store's last one writes its
+    manifest. What is there already is never redone, so an interrupted capture continues.
 
-    Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far, where `mismatched`
-    of `compared` positions of a transcript have another arg max in the teacher-forced pass than the token generated there.
+    Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far; `mismatched` of
+    the `compared` positions of a transcript have another arg max in the teacher-forced pass than the token generated.
 
     Raises:
         ValueError: no corpus, a store of another spec, a disk too small, states that are not finite.
@@ -51,9 +52,9 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     log = Path(cfg.paths.study) / LOG
     if not cfg.dry_run:
         tune_allocator()
-        _run(cfg, target, device, todo, log, rank)
+        _run(cfg, target, device, todo, jobs[0].compute_dtype, log, rank)
         for job in jobs:
-            if not job.finished and not missing_shards(job.path, job.spec.n_shards):
+            if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
                 finalize(job.path, job.spec, MAY_DIFFER)
     return _summary(log)
 
@@ -76,18 +77,28 @@ def _announce(cfg: Config, jobs: list[Job], rank: int) -> None:
         say(f"capture: {needed / 1e6:,.1f} MB to write" + (f", {free / 1e9:,.1f} GB free" if free is not None else ""))
 
 
-def _run(cfg: Config, target: Path, device: torch.device, todo: list[tuple[Job, int]], log: Path, rank: int) -> None:
+def _run(
+    cfg: Config,
+    target: Path,
+    device: torch.device,
+    todo: list[tuple[Job, int]],
+    train_dtype: torch.dtype,
+    log: Path,
+    rank: int,
+) -> None:
     """Capture `todo`. The target is loaded once a compute dtype, and not at all where nothing is left."""
     groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)
     for job, shard in todo:
         groups[job.compute_dtype].append((job, shard))
+    if rank == 0 and not has_target(cfg.paths.store):
+        groups.setdefault(train_dtype, [])
     for dtype, units in groups.items():
         model = load_target(target, dtype, device, cfg.target.trust_remote_code)
         rate = _probe(model, cfg.capture.batch_tokens)
         tokens = sum(int(job.lengths[job.rows(s).start : job.rows(s).stop].sum()) for job, s in units)
         if rank == 0:
             say(f"capture: {tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}")
-            if units[0][0].task is None:
+            if dtype == train_dtype and not has_target(cfg.paths.store):
                 write_target(cfg.paths.store, target, model)
         with progress_bar("capturing", tokens, "tokens", show=rank == 0) as bar:
             for job, shard in units:
@@ -95,19 +106,17 @@ def _run(cfg: Config, target: Path, device: torch.device, todo: list[tuple[Job, 
 
 
 @torch.inference_mode()
-def _probe(model: nn.Module, batch_tokens: int) -> float:
+def _probe(model: PreTrainedModel, batch_tokens: int) -> float:
     """Tokens a second of the forward pass, measured on noise: one pass to warm up, one to time."""
-    device = next(model.parameters()).device
-    ids = torch.randint(
-        0, model.config.get_text_config().vocab_size, (1, min(batch_tokens, PROBE_TOKENS)), device=device
-    )
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, min(batch_tokens, PROBE_TOKENS)), device=model.device)
     for _ in range(2):
         started = time.monotonic()
-        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()  # type: ignore[operator]
+        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
     return ids.numel() / (time.monotonic() - started)
 
 
-def _shard(cfg: Config, target: Path, model: nn.Module, job: Job, shard: int, bar: Bar, log: Path) -> None:
+def _shard(cfg: Config, target: Path, model: PreTrainedModel, job: Job, shard: int, bar: Bar, log: Path) -> None:
     """Capture one shard and log it."""
     started = time.monotonic()
     rows = list(read_rows(job.rows_file, job.rows(shard)))
@@ -136,7 +145,7 @@ def _length(row: Row) -> int:
     return len(row.input_ids)
 
 
-def _transcripts(cfg: Config, target: Path, model: nn.Module, job: Job, prompts: list[Row]) -> list[Row]:
+def _transcripts(cfg: Config, target: Path, model: PreTrainedModel, job: Job, prompts: list[Row]) -> list[Row]:
     assert job.task is not None
     tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
     with progress_bar(f"generating {job.task.name}", len(prompts) * job.task.new_tokens, "tokens") as bar:

@@ -26,7 +26,7 @@ REPORT = "report.json"
 def prepare(cfg: Config) -> dict[str, Any]:
     """Write `paths.corpus`: train.parquet, validation.parquet, tasks/<task>.parquet, report.json. Returns the report.
 
-    Done once: with the same options and the same input files it does nothing; a relevant change redoes it, and is named.
+    Done once: with the same options and input files it does nothing; a change that matters redoes it, and is named.
 
     Raises:
         ValueError: a missing file, a template that cannot be masked, too few usable conversations.

@@ -1,4 +1,4 @@
-"""JSON objects out of a byte stream, one at a time, whatever state the file is in: huge, or cut in the middle of a string."""
+"""JSON objects out of a byte stream, one at a time, whatever state it is in: huge, or cut in the middle of a string."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ScanReport:
 def scan_objects(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
     """The objects of `[{...}, {...}]`, or of objects one after another (JSON lines too), in file order.
 
-    Memory: one object and one chunk. Brackets are followed outside strings only, so each object is parsed once, when it is
-    whole. A malformed object is counted and passed over.
+    Memory: one object and one chunk. Brackets are followed outside strings only, so each object is parsed once, when it
+    is whole. A malformed object is counted and passed over.
     """
     buffer = b""
     position = 0  # scanned up to here
@@ -63,7 +63,7 @@ def scan_objects(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]
 
 
 def scan_lines(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
-    """The objects of JSON lines. A malformed line is counted and passed over; a last line without its end counts as cut."""
+    """The objects of JSON lines. A malformed line is counted and passed over; a last one without its end is cut."""
     for line in file:
         report.bytes += len(line)
         if not line.strip():

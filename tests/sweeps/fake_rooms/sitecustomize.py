@@ -62,13 +62,10 @@ def measure(cfg, head, target_model):
     write_json(cfg.point_dir / "result.json", result)
 
 
-def report(study, out):
+def write_report(analysis, out):
     note("report")
-    write_text(Path(out) / "report.html", "report")
-
-
-def summary_text(out):
-    return f"summary of {out}"
+    write_text(out / "report.html", "report")
+    return out / "report.html"
 
 
 def module(name, **members):
@@ -82,4 +79,10 @@ module("eagle3_train.device", resolve_device=lambda name: name, resolve_dtype=la
 module("eagle3_train.capture", capture=capture)
 module("eagle3_train.train", train=train, load_head=lambda cfg, device: "head")
 module("eagle3_train.evaluate", measure=measure)
-module("analysis", report=report, summary_text=summary_text)
+module(
+    "analysis",
+    load_runs=lambda folders: folders,
+    analyse=lambda runs: [path.name for path in runs],
+    summary_text=lambda names: f"summary of {', '.join(names)}",
+    write_report=write_report,
+)

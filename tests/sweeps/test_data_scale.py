@@ -1,0 +1,30 @@
+"""`python -m sweeps.data_scale -m ...`: a real Hydra multirun with the folders and names of the study."""
+
+from __future__ import annotations
+
+from tests.sweeps.conftest import Bench
+from tests.sweeps.test_study import NAMES
+
+MODULE = "sweeps.data_scale"
+
+
+def test_a_multirun_is_the_study(bench: Bench) -> None:
+    out = bench.run("-m", "data.scale=1,2", "seed=0", module=MODULE, code=1, FAKE_FAIL="x1-")
+    assert "Launching 2 jobs" in out
+    assert "RuntimeError: the loss is not finite" in out.splitlines()[-1]
+    assert bench.calls("trained") == [f"trained {NAMES[1]}"]  # a failing point stops no other
+    assert len(bench.calls("prepare")) == len(bench.calls("capture")) == 1
+    # Hydra leaves nothing outside <study>/.hydra.
+    assert sorted(p.name for p in bench.folder.iterdir()) == ["calls", "outputs"]
+    assert {p.name for p in bench.study.iterdir()} == {*NAMES, ".hydra", "corpus", "store", "steps"}
+    # The study finds done what the multirun did, the decoding of its decode points included.
+    out = bench.run("study", "data.scale=1,2", "seed=0", "study.decode_points=[{data.scale: 1}]")
+    assert "2 points, 1 done" in out
+    assert bench.calls("trained") == [f"trained {NAMES[1]}", f"trained {NAMES[0]}"]
+
+
+def test_a_mistake_is_one_line(bench: Bench) -> None:
+    out = bench.run("-m", "data.scal=1,2", module=MODULE, code=2)
+    assert out.startswith("error: there is no key 'data.scal': did you mean data.scale")
+    out = bench.run("-m", "data.scale=999", module=MODULE, code=2)
+    assert "raise corpus.sequences" in out.splitlines()[-1]

@@ -1,0 +1,127 @@
+"""Points: product of the axes, less the excluded ones; names, decoding, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+
+from eagle3_train import config
+from sweeps.estimate import TimeLeft, describe
+from sweeps.points import Study, literal, plan
+
+
+@pytest.fixture(scope="module")
+def default() -> Study:
+    return plan([])
+
+
+def settings(overrides: list[str]) -> list[dict[str, str]]:
+    return [point.overrides for point in plan(overrides).points]
+
+
+def test_points_are_the_product_of_the_axes(default: Study) -> None:
+    study = default
+    assert len(study.points) == 8
+    assert [(p.cfg.data.scale, p.cfg.seed) for p in study.points] == [(x, s) for x in (1, 2, 4, 8) for s in (0, 1)]
+    assert len({p.name for p in study.points}) == 8
+    assert study.largest.cfg.data.scale == 8
+
+
+def test_a_point_has_the_name_and_the_folder_that_its_step_alone_would_give_it() -> None:
+    point = plan(["draft.steps=5"]).points[3]
+    alone = config.compose(["draft.steps=5", "data.scale=2", "seed=1"])
+    assert point.name == alone.point_name
+    assert point.dir == alone.point_dir
+
+
+def test_overrides_of_an_axis_set_its_values() -> None:
+    assert settings(["seed=3", "data.scale=1,2"]) == [
+        {"data.scale": "1", "seed": "3"},
+        {"data.scale": "2", "seed": "3"},
+    ]
+
+
+def test_several_values_of_another_key_add_an_axis() -> None:
+    points = plan(["seed=0", "data.scale=1", "optim.lr=1e-3,2e-3"]).points
+    assert [p.cfg.optim.lr for p in points] == [1e-3, 2e-3]
+
+
+def test_a_config_group_can_be_an_axis_and_be_excluded() -> None:
+    points = plan(["seed=0", "data.scale=1", "engine=single,ddp", "study.exclude=[{engine: single}]"]).points
+    assert [(p.overrides["engine"], p.cfg.engine.kind) for p in points] == [("ddp", "ddp")]
+
+
+def test_exclusions_need_all_their_values() -> None:
+    points = plan(["study.exclude=[{data.scale: 8, seed: 1}, {data.scale: 1}]"]).points
+    assert [(p.cfg.data.scale, p.cfg.seed) for p in points] == [(2, 0), (2, 1), (4, 0), (4, 1), (8, 0)]
+
+
+def test_decode_points(default: Study) -> None:
+    decoded = [(p.cfg.data.scale, p.cfg.seed) for p in default.points if p.cfg.eval.decode]
+    assert decoded == [(1, 0), (8, 0)]
+    assert all(p.cfg.eval.decode for p in plan(["study.decode_points=[]"]).points)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["study.exclude=[{seed: 0}, {seed: 1}]"], "leaves none"),
+        (["study.exclude=[{data.scal: 1}]"], r"'data\.scal', which is no key"),
+        (["train.log_every=1,2"], "define the same point"),
+        (["engine=single,ddp"], "define the same point"),
+        (["capture.layer_ids=[1,2,3],[2,3,4]"], "do not share their data"),
+        (["data.scale=1,999"], r"corpus\.sequences"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(overrides: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(overrides)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        -2.5,
+        1e-5,
+        True,
+        None,
+        "name",
+        "a-b/c.d",
+        "1",
+        "1e3",
+        "true",
+        "Null",
+        "",
+        "it's",
+        "a,b=c",
+        "\\",
+        "{x}",
+        "a b",
+        [],
+        [1, "1", None],
+        {"a": [1], "b": {"c": "x y"}},
+    ],
+    ids=repr,
+)
+def test_values_of_a_study_file_survive_as_overrides(value: object) -> None:
+    (parsed,) = OverridesParser.create().parse_overrides([f"key={literal(value)}"])
+    assert parsed.value() == value
+    assert type(parsed.value()) in (type(value), QuotedString)
+
+
+def test_the_plan_says_what_it_will_take() -> None:
+    text = describe(plan(["train.regime=steps", "train.steps=50"]))
+    assert "8 points, 0 done" in text
+    assert "(32 sequences, 50 steps, decoded too)" in text
+
+
+def test_time_left_is_a_fixed_part_and_one_that_grows_with_the_work(default: Study) -> None:
+    time_left = TimeLeft()
+    one, two, four, eight = default.points[::2]
+    assert time_left.text([eight]) == ""
+    time_left.add(one, 20.0)
+    assert time_left.seconds([two]) == pytest.approx(40.0)  # one point: proportional
+    time_left.add(two, 30.0)
+    assert time_left.seconds([four, eight]) == pytest.approx(50.0 + 90.0)  # 10 s + 10 s a scale

@@ -1,0 +1,144 @@
+"""The study as its user runs it: killed, failing, twice at once. The rooms that do the work are stand-ins that note
+their calls; the command line, the launcher and the study are the real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle3_train import config
+from launch.supervise import GRACE_S
+from sweeps import commands, status
+from tests.sweeps.conftest import Bench, wait_until
+
+TWO = ("study", "data.scale=1,2", "seed=0")
+NAMES = [config.compose([f"data.scale={scale}", "seed=0"]).point_name for scale in (1, 2)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def states(bench: Bench) -> dict[str, status.JobStatus]:
+    return {job.name: job for job in status.collect(bench.study)}
+
+
+def steps(bench: Bench, name: str) -> list[int]:
+    path = bench.study / name / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_study_does_everything_once(bench: Bench) -> None:
+    out = bench.run(*TWO)
+    trained = [line for name in NAMES for line in (f"train {name}", f"trained {name}")]
+    assert bench.calls() == ["prepare", "capture 0/1", *trained, "report"]
+    for number, name in enumerate(NAMES, 1):
+        assert f"[{number}/2] {name}: done in" in out
+        assert config.load(bench.study / name / "config.yaml").point_name == name
+    assert f"{NAMES[0]} | step 10 of 10" in out  # the children's progress is seen
+    assert out.splitlines()[-3:] == [f"summary of {', '.join(NAMES)}", "", f"Report: {bench.study}/report/report.html"]
+    assert config.load(bench.study / "study.yaml").study.axes == {"data.scale": [1, 2], "seed": [0]}
+
+    out = bench.run(*TWO, "train.log_every=3", "tracker=tensorboard")  # what does not define a result
+    assert "2 points, 2 done" in out
+    assert bench.calls() == ["prepare", "capture 0/1", *trained, "report", "report"]
+
+
+def test_killed_in_the_middle_and_run_again(bench: Bench) -> None:
+    process = bench.start(*TWO, FAKE_SECONDS="2")
+    wait_until(lambda: len(steps(bench, NAMES[0])) >= 2)
+    os.kill(bench.pids()[-1], signal.SIGKILL)  # one point dies; the study goes on with the next
+    wait_until(lambda: len(steps(bench, NAMES[1])) >= 2)
+    orphan = bench.pids()[-1]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(orphan), 10)
+    assert [states(bench)[name].state for name in NAMES] == ["failed", "stopped"]
+    assert str(states(bench)[NAMES[0]].reason).startswith("killed by SIGKILL (out of memory?): step ")
+    assert all(0 < len(steps(bench, name)) < 10 for name in NAMES)
+
+    bench.run(*TWO)
+    assert bench.calls("trained") == [f"trained {name}" for name in NAMES]
+    assert len(bench.calls("prepare")) == len(bench.calls("capture")) == 1
+    for name in NAMES:
+        assert steps(bench, name) == list(range(1, 11))  # each continued where it was
+
+
+def test_ctrl_c_ends_the_children_and_says_how_to_go_on(bench: Bench) -> None:
+    process = bench.start(*TWO, FAKE_SECONDS="600")
+    wait_until(lambda: len(bench.calls("train")) == 1)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=300)
+    assert time.monotonic() - started < GRACE_S  # at once: the signal was enough
+    assert process.returncode == 130
+    assert "the same command continues" in out.splitlines()[-1]
+    assert not alive(bench.pids()[-1])
+    assert len(bench.calls("train")) == 1
+
+
+def test_a_failing_point_stops_no_other_and_is_shown_with_its_log(bench: Bench) -> None:
+    out = bench.run(*TWO, code=1, FAKE_FAIL="x1-")
+    assert bench.calls("trained") == [f"trained {NAMES[1]}"]
+    assert bench.calls()[-1] == "report"  # of the points that are there
+    assert f"{NAMES[0]}: failed: exit code 1" in out
+    assert "    RuntimeError: the loss is not finite" in out.splitlines()
+    assert [states(bench)[name].state for name in NAMES] == ["failed", "done"]
+    assert "the loss is not finite" in str(states(bench)[NAMES[0]].reason)
+    bench.run(*TWO)
+    assert bench.calls("trained") == [f"trained {name}" for name in reversed(NAMES)]
+
+
+def test_a_failing_shared_step_stops_the_study(bench: Bench) -> None:
+    bench.study.mkdir(parents=True)
+    (bench.study / "corpus").write_text("in the way")
+    out = bench.run(*TWO, code=1)
+    assert "failed: prepare: failed: exit code 1" in out
+    assert bench.calls() == ["prepare"]
+
+
+def test_two_studies_at_once_share_the_work(bench: Bench) -> None:
+    studies = [bench.start(*TWO, FAKE_SECONDS="2") for _ in range(2)]
+    outs = [process.communicate(timeout=300)[0] for process in studies]
+    assert [process.returncode for process in studies] == [0, 0], outs
+    assert sorted(bench.calls("train")) == [f"train {name}" for name in NAMES]  # none twice
+    assert len(bench.calls("prepare")) == len(bench.calls("capture")) == 1
+    assert all("Report: " in out.splitlines()[-1] for out in outs)  # both ended with the whole study
+
+
+def test_a_dry_run_does_nothing(bench: Bench) -> None:
+    out = bench.run(*TWO, "dry_run=true")
+    assert "2 points, 0 done" in out
+    assert all(name in out for name in NAMES)
+    assert "256 sequences, at most 131,072 tokens" in out
+    assert list(bench.folder.iterdir()) == []
+
+
+def test_status_follows_a_running_point(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    process = bench.start(*TWO, FAKE_SECONDS="5")
+    wait_until(lambda: len(steps(bench, NAMES[0])) >= 3)
+    seen = states(bench)
+    assert list(seen) == ["prepare", "capture", *NAMES]
+    running = seen[NAMES[0]]
+    assert (running.state, running.steps, running.tokens_per_s) == ("running", 10, 100.0)
+    assert running.step
+    assert running.seconds_left == pytest.approx((10 - running.step) * 0.5, rel=0.5)
+    assert seen[NAMES[1]].state == "queued"
+    status.show(bench.study)
+    assert "2 done, 1 running, 1 queued" in capsys.readouterr().out
+    assert json.loads(status.as_json(bench.study))[NAMES[0]]["state"] == "running"
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+    assert states(bench)[NAMES[0]].state == "stopped"
+    commands.logs(bench.study, NAMES[0][:12])  # the beginning of a name will do
+    assert "step 2 of 10" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"more than one.*{NAMES[1]}"):
+        commands.logs(bench.study, "eagle3")
