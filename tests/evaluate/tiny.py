@@ -65,7 +65,8 @@ def write_store(folder: Path, sequences: list[Sequence], sampling: dict[str, flo
     spec = StoreSpec(
         target="tiny", target_hash="0", tokenizer_hash="0", chat_template_hash="0",
         layer_ids=(*LAYER_IDS, N_LAYERS), hidden_size=HIDDEN, n_layers=N_LAYERS, vocab_size=VOCAB,
-        dtype="fp32", compute_dtype="fp32", n_rows=len(sequences), n_shards=1, generator="test", sampling=sampling or {},
+        dtype="fp32", compute_dtype="fp32", n_rows=len(sequences), n_shards=1, generator="test",
+        sampling=sampling or {},
     )  # fmt: skip
     with ShardWriter(folder, 0, spec) as writer:
         for s in sequences:
