@@ -152,12 +152,22 @@ class TaskConfig:
 
 
 @dataclass
+class TreeConfig:
+    """EAGLE-2's dynamic draft tree."""
+
+    depth: int = 5  # levels
+    top_k: int = 4  # nodes expanded a level, and children each
+    total: int = 16  # drafted tokens that are verified
+
+
+@dataclass
 class EvalConfig:
     tasks: list[TaskConfig] = field(default_factory=list)
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
     decode: bool = True
     decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
+    tree: TreeConfig | None = None  # besides the chain, also measure drafting a tree
     bootstrap: int = 1000
     generate_batch: int = 32  # prompts generated at once when transcripts are made
 
@@ -245,7 +255,8 @@ class Config:
     @property
     def eval_identity(self) -> dict[str, Any]:
         """What defines an evaluation of a trained head: a change of it re-evaluates, and does not retrain."""
-        return {"tasks": [asdict(t) for t in self.eval.tasks], "transcript_dtype": self.store.transcript_dtype}
+        tree = {"tree": asdict(self.eval.tree)} if self.eval.tree else {}
+        return {"tasks": [asdict(t) for t in self.eval.tasks], "transcript_dtype": self.store.transcript_dtype} | tree
 
 
 def digest(value: Any, length: int = 8) -> str:
