@@ -49,8 +49,8 @@ class Power:
         scales = ", ".join(f"{s:g}x" for s in d.scales)
         head = (
             f"{scales} with {d.seeds} seed{'s' if d.seeds > 1 else ''} each, on {d.tasks} x {d.prompts} prompts of "
-            f"{d.tokens} tokens, K = {d.draft_steps}: a gain of {self.minimum_gain:.3f} tau per doubling of the data would "
-            f"be found in {100 * POWER:.0f} % of such studies (95 % interval above 0)."
+            f"{d.tokens} tokens, K = {d.draft_steps}: a gain of {self.minimum_gain:.3f} tau per doubling of the data "
+            f"would be found in {100 * POWER:.0f} % of such studies (95 % interval above 0)."
         )
         import pandas as pd
 
@@ -65,7 +65,7 @@ class Power:
         n = self.noise
         basis = (
             f"From {self.simulations} simulated studies a design. Noise {self.noise_source}: standard deviation of "
-            f"logit alpha {n.prompt_sd:.2f} between prompts, {n.prompt_scale_sd:.2f} a doubling between prompts' own gains, "
+            f"logit alpha {n.prompt_sd:.2f} between prompts, {n.prompt_scale_sd:.2f} between their gains a doubling, "
             f"{n.seed_sd:.2f} between training seeds."
         )
         return "\n".join([head, "", text_table(table), "", basis])

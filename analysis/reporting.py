@@ -190,7 +190,7 @@ def sections(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Section]:
     """The report below its head."""
     measured = (
         "Means over seeds, 95 % intervals in brackets. tau counts the bonus token and is averaged over target "
-        "forwards, all tasks together; alpha_i is acceptance at draft position i given that all earlier ones were accepted."
+        "forwards, all tasks together; alpha_i is acceptance at draft position i given that the earlier ones were."
     )
     curves = [Part(heading=d.picture.title, drawn=d) for d in (drawn.get("tau"), drawn.get("losses")) if d]
     out = [
@@ -220,9 +220,9 @@ def _decoded(analysis: Analysis) -> list[Part]:
 def _fit_parts(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Part]:
     about = (
         "All forms of a quantity are fitted on the same residual, the logarithm of the loss-like quantity, with "
-        "Huber's loss, so their errors compare. Held-out error: predicted minus measured at the largest scale, fitted without "
-        "it; leave-one-out: the root mean square of the same over every scale. Best in: share of bootstrap replicates "
-        "with the smallest held-out error. Under-identified: the data do not bound every parameter, so its values mean "
+        "Huber's loss, so their errors compare. Held-out error: predicted minus measured at the largest scale, fitted "
+        "without it; leave-one-out: the root mean square of the same over every scale. Best in: share of bootstrap "
+        "replicates with the smallest held-out error. Under-identified: the data do not bound every parameter, so its values mean "
         "nothing alone."
     )
     parts = [Part(text=about)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import expit, logit
+from scipy.special import expit
 
 from analysis.bootstrap import Counts, seed_variance
 from analysis.forms import Array
@@ -107,6 +107,7 @@ def measure_noise(counts: Counts, cell: NDArray[np.int64], doublings: Array, rep
     `cell` [n] numbers runs that differ in seed alone, `doublings` [n] = log2 of the data. Between prompts: the variance
     of each prompt's acceptance, all runs together, less its binomial part. Between prompts' gains: the same for the
     slope of acceptance in log2 data. Between seeds: as in the intervals. All moved to the logit by alpha (1 - alpha).
+    How alpha falls along the chain is not measured: the default stays.
     """
     drafted, accepted = counts.drafted[..., 0], counts.accepted[..., 0]
     alpha = float(accepted.sum() / drafted.sum())
@@ -123,13 +124,10 @@ def measure_noise(counts: Counts, cell: NDArray[np.int64], doublings: Array, rep
     miss = np.log1p(-counts.measure()["alpha_0"][0])
     prompts = np.log1p(-counts.measure(counts.prompt_weights(replicates, rng))["alpha_0"])
     seeds = seed_variance(miss, prompts, cell, doublings)
-    measured = counts.measure()
-    drop = float(np.mean(logit(measured["alpha_0"]) - logit(measured["alpha_1"]))) if counts.steps > 1 else 0.0
     return Noise(
         prompt_sd=float(np.sqrt(max(prompt, 0.0)) / logit_slope),
         prompt_scale_sd=float(np.sqrt(max(interaction, 0.0)) / logit_slope),
         seed_sd=float(np.sqrt(seeds.seed) / alpha),  # d log(1 - alpha) = -alpha d logit
-        step_drop=drop,
     )
 
 
