@@ -1,4 +1,4 @@
-"""Writes a study's folder as the real one is: result.json, records.jsonl, metrics.jsonl and config.yaml for every point."""
+"""Writes a study folder as a real one is: result.json, records.jsonl, metrics.jsonl, config.yaml for every point."""
 
 from __future__ import annotations
 
