@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from eagle3_train import config
 from eagle3_train.help import all_keys, overview, step_help
-from eagle3_train.steps import STEPS, Call
+from eagle3_train.steps import STEPS, Call, run_step
 
 HELP = {"-h", "--help"}
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException)
@@ -112,7 +112,7 @@ def _dispatch(arguments: list[str]) -> int:
     if show:
         print(OmegaConf.to_yaml(OmegaConf.structured(call.config())), end="")
         return 0
-    return step.run(call)
+    return run_step(name, call)
 
 
 def _parse(name: str, rest: list[str]) -> Call:

@@ -181,9 +181,35 @@ class TrackerConfig:
 
 
 @dataclass
+class SlurmConfig:
+    """What a cluster wants to know of a job; null leaves it to the cluster."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str = "04:00:00"  # limit of one attempt; a job that needs longer is requeued and continues
+    memory: str | None = None  # of a node
+    cpus_per_node: int | None = None
+    gpus_per_node: int | None = None
+    options: list[str] = field(default_factory=list)  # any other options of sbatch: ["--exclusive"]
+    setup: list[str] = field(default_factory=list)  # shell lines before a step: ["module load cuda"]
+    srun: list[str] = field(default_factory=list)  # options of srun: ["--container-image=..."]
+    env: dict[str, str] = field(default_factory=dict)  # environment of the steps
+    python: str | None = None  # interpreter on the nodes; null: the one that submits
+    points_at_once: int = 8  # points of a study that run at the same time, at most
+    capture_jobs: int = 1  # jobs that capture the shards between them
+    signal_seconds: int = 120  # before the time limit: stop, and be requeued
+    attempts: int = 20  # of one job, requeued ones included
+
+
+@dataclass
 class LaunchConfig:
-    kind: str = "local"
+    kind: str = "local"  # local | torchrun | slurm
     nproc_per_node: int = 1
+    nodes: int = 1
+    rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 @dataclass
@@ -283,7 +309,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.kind": ("single", "ddp", "fsdp2", "hsdp"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
-    "launch.kind": ("local",),
+    "launch.kind": ("local", "torchrun", "slurm"),
 }
 
 POSITIVE = (
@@ -303,6 +329,10 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "launch.nproc_per_node",
+    "launch.nodes",
+    "launch.slurm.points_at_once",
+    "launch.slurm.capture_jobs",
+    "launch.slurm.attempts",
 )
 
 
@@ -336,6 +366,13 @@ def check(cfg: Config) -> None:
         raise ValueError(
             f"train.batch_tokens={cfg.train.batch_tokens} is below corpus.max_length={cfg.corpus.max_length}: "
             "one sequence would not fit a batch; raise the former or lower the latter"
+        )
+    launch = cfg.launch
+    if launch.kind == "torchrun" and launch.rendezvous is None:
+        raise ValueError("launch=torchrun needs launch.rendezvous=HOST:PORT of one of the nodes, the same on all nodes")
+    if launch.kind == "local" and launch.nodes > 1:
+        raise ValueError(
+            f"launch.nodes={launch.nodes}: launch=local is one machine; use launch=torchrun or launch=slurm"
         )
     names = [t.name for t in cfg.eval.tasks]
     if len(set(names)) != len(names):

@@ -37,8 +37,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """`run` returns the exit code. `takes_words`: arguments that are no overrides are the step's own; `parses_itself`:
-    all are."""
+    """`run` returns the exit code. `is_job`: the step is work that a launcher may do in processes of its own.
+    `takes_words`: arguments that are no overrides are the step's own; `parses_itself`: all are."""
 
     run: Callable[[Call], int]
     summary: str
@@ -46,8 +46,22 @@ class Step:
     writes: str
     keys: tuple[str, ...]
     examples: tuple[str, ...]
+    is_job: bool = False
     takes_words: bool = False
     parses_itself: bool = False
+
+
+def run_step(name: str, call: Call) -> int:
+    """Run a step here, or hand it to a launcher where it takes more than this process. Ranks, which a launcher started,
+    run it themselves."""
+    step = STEPS[name]
+    if step.is_job and call.resolved is None and "RANK" not in os.environ:
+        cfg = call.config()
+        if cfg.launch.kind != "local" or cfg.launch.nproc_per_node > 1:
+            from launch.single import launch
+
+            return launch(name, cfg)
+    return step.run(call)
 
 
 def prepare(call: Call) -> int:
@@ -125,7 +139,7 @@ def study(call: Call) -> int:
     from sweeps.study import run_study
 
     done = run_study(call.overrides)
-    if not done.study.cfg.dry_run and len(done.failed) < len(done.study.points):
+    if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
         _report([point.dir for point in done.study.points], done.study.dir)
     return bool(done.failed)
 
@@ -162,6 +176,7 @@ STEPS: dict[str, Step] = {
         "<study>/target-model/ and <study>/corpus/",
         ("target.model", "corpus.path", "corpus.sequences", "corpus.max_length", "corpus.held_out_fraction"),
         ("eagle3 prepare", "eagle3 prepare corpus.sequences=1000 corpus.max_length=1024"),
+        is_job=True,
     ),
     "capture": Step(
         capture,
@@ -170,6 +185,7 @@ STEPS: dict[str, Step] = {
         "<study>/store/",
         ("capture.backend", "capture.compute_dtype", "capture.batch_tokens", "capture.layer_ids", "store.dtype"),
         ("eagle3 capture", "eagle3 capture capture.batch_tokens=16384 device=cuda"),
+        is_job=True,
     ),
     "train": Step(
         train,
@@ -182,6 +198,7 @@ STEPS: dict[str, Step] = {
             "eagle3 train tracker=wandb",
             "torchrun --nproc-per-node 2 -m eagle3_train.train engine=ddp",
         ),
+        is_job=True,
     ),
     "evaluate": Step(
         evaluate,
@@ -190,6 +207,7 @@ STEPS: dict[str, Step] = {
         "<study>/<point>/: records.jsonl, result.json",
         ("eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype", "eval.bootstrap"),
         ("eagle3 evaluate data.scale=4 seed=1", "eagle3 evaluate eval.decode=false"),
+        is_job=True,
     ),
     "point": Step(
         point,
@@ -198,6 +216,7 @@ STEPS: dict[str, Step] = {
         "<study>/<point>/",
         ("data.scale", "seed", "train.epochs", "eval.decode"),
         ("eagle3 point data.scale=4 seed=1",),
+        is_job=True,
     ),
     "study": Step(
         study,

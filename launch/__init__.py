@@ -1,7 +1,8 @@
 """Launchers: run a step of the pipeline in processes of its own, here or on a cluster. No torch."""
 
+from launch.cancel import cancel
 from launch.jobs import Job
 from launch.local import run
 from launch.supervise import Outcome
 
-__all__ = ["Job", "Outcome", "run"]
+__all__ = ["Job", "Outcome", "cancel", "run"]

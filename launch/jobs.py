@@ -17,41 +17,74 @@ from typing import Any
 
 from eagle3_train.config import Config, digest
 from eagle3_train.files import read_json, write_json
+from launch.supervise import Outcome
 
-STEPS = ("prepare", "capture", "point")  # what a study runs, in this order
-PARALLEL = ("capture", "point")  # steps that divide their work among several processes
+SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
+OF_STUDY = (*SHARED, "report")  # steps of the study as a whole; the others are steps of a point
+TRAINS = ("train", "point")  # the steps that an engine runs
 
 
 @dataclass(frozen=True)
 class Job:
-    step: str  # one of STEPS
+    """`part`: (i, n) for job i of n that divide the work of one step between them, each at its own time."""
+
+    step: str
     cfg: Config
+    part: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.step in TRAINS and self.nodes * self.processes > 1 and self.cfg.engine.kind == "single":
+            raise ValueError(
+                f"engine=single is one process, but launch asks for {self.nodes} x {self.processes}: use engine=ddp"
+            )
 
     @property
     def name(self) -> str:
-        return self.cfg.point_name if self.step == "point" else self.step
+        name = self.step if self.step in OF_STUDY else self.cfg.point_name
+        return name if self.part is None else f"{name}-{self.part[0]}-of-{self.part[1]}"
 
     @property
     def folder(self) -> Path:
-        return self.cfg.point_dir if self.step == "point" else Path(self.cfg.paths.study) / "steps" / self.step
+        return Path(self.cfg.paths.study) / "steps" / self.name if self.step in OF_STUDY else self.cfg.point_dir
+
+    @property
+    def nodes(self) -> int:
+        return self.cfg.launch.nodes if self._divides else 1
 
     @property
     def processes(self) -> int:
-        return self.cfg.launch.nproc_per_node if self.step in PARALLEL else 1
+        """Processes on each node."""
+        return self.cfg.launch.nproc_per_node if self._divides else 1
+
+    @property
+    def _divides(self) -> bool:
+        return self.part is None and self.step in ("capture", *TRAINS)
 
     def is_done(self) -> bool:
-        """From files alone, and cheap: asked by a study before it starts any process."""
-        return is_measured(self.cfg) if self.step == "point" else self._is_stamped()
+        """From files alone, and cheap: asked by a study before it starts any process. Other steps
+        look for themselves at what they have done."""
+        if self.step in SHARED:
+            return self._is_stamped()
+        return self.step == "point" and is_measured(self.cfg)
 
-    def stamp(self) -> None:
-        """Record that a shared step has made what its configuration asks for. (A point has its result.json.)"""
-        if self.step != "point":
-            write_json(self.folder / "done.json", {"identity": data_identity(self.cfg, self.step)})
+    def finish(self, seconds: float) -> Outcome:
+        """After a successful run: record what a shared step has made, or say that something is missing."""
+        if self.step in SHARED and all(p.is_file() for p in outputs(self.cfg, self.step)):
+            write_json(self._stamp, {"identity": data_identity(self.cfg, self.step)})
+        # Of several parts, the last to finish completes the whole.
+        if self.is_done() or self.part is not None or self.step not in (*SHARED, "point"):
+            return Outcome("done", seconds)
+        return Outcome("failed", seconds, "it ended well, but what it should have written is missing")
+
+    @property
+    def _stamp(self) -> Path:
+        return Path(self.cfg.paths.study) / "steps" / self.step / "done.json"
 
     def _is_stamped(self) -> bool:
-        path = self.folder / "done.json"
         made = all(p.is_file() for p in outputs(self.cfg, self.step))
-        return made and path.is_file() and read_json(path)["identity"] == data_identity(self.cfg, self.step)
+        return (
+            made and self._stamp.is_file() and read_json(self._stamp)["identity"] == data_identity(self.cfg, self.step)
+        )
 
 
 def outputs(cfg: Config, step: str) -> list[Path]:

@@ -1,50 +1,50 @@
-"""`launch=local`: a job as child processes on this machine."""
+"""Run a job from here: on this machine alone, or as one of the nodes that run it together."""
 
 from __future__ import annotations
 
-import os
-import sys
+import socket
+from collections.abc import Callable
 
 from eagle3_train import config
+from launch.cancel import Cancellation
+from launch.command import command, environment
 from launch.jobs import Job
 from launch.lock import Lock
-from launch.supervise import Outcome, supervise
+from launch.supervise import GRACE_S, Outcome, supervise
 
 
-def run(job: Job, wait: bool = True) -> Outcome:
+def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace: float = GRACE_S) -> Outcome:
     """Run a job unless it is done, alone: while another process works on it, wait for that one, or with `wait=False`
-    return "busy"."""
+    return "busy". A job of several nodes is joined instead (`launch=torchrun`): the first node to come holds the lock
+    and the job's files, the others have a log of their own.
+
+    `stop`, `grace`: see `supervise`. `eagle3 study cancel` stops the job too.
+    """
+    cancelled = Cancellation(job.cfg)
     lock = Lock(job.folder / ".lock")
-    if wait:
+    if not lock.try_acquire():
+        if job.cfg.launch.kind == "torchrun" and job.nodes > 1:
+            return _join(job, cancelled)
+        if not wait:
+            return Outcome("busy")
         lock.acquire()
-    elif not lock.try_acquire():
-        return Outcome("busy")
     try:
         if job.is_done():  # perhaps the other process has done it
             return Outcome("done")
         config.save(job.cfg, job.folder / "config.yaml")
-        outcome = supervise(command(job), job.folder, job.name, environment(job), lock.lost.is_set)
-        if outcome.state == "done":
-            job.stamp()
-            if not job.is_done():
-                return Outcome("failed", outcome.seconds, "it ended well, but what it should have written is missing")
-        return outcome
+        outcome = supervise(
+            command(job),
+            job.folder,
+            job.name,
+            environment(job),
+            lambda: "lost" if lock.lost.is_set() else cancelled() or stop(),
+            grace,
+        )
+        return job.finish(outcome.seconds) if outcome.state == "done" else outcome
     finally:
         lock.release()
 
 
-def command(job: Job) -> list[str]:
-    """The command line of a job: one process, or torchrun with several on this machine."""
-    step = ["-m", "eagle3_train.cli", job.step, "--resolved", str(job.folder / "config.yaml")]
-    if job.processes == 1:
-        return [sys.executable, *step]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-    return [sys.executable, *torchrun, *step]
-
-
-def environment(job: Job) -> dict[str, str]:
-    """torchrun gives each of several processes one thread; here they share the machine's cores."""
-    if job.processes == 1 or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // job.processes))}
+def _join(job: Job, cancelled: Cancellation) -> Outcome:
+    folder = job.folder / f"node-{socket.gethostname()}"
+    return supervise(command(job), folder, job.name, environment(job), cancelled)

@@ -29,12 +29,17 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `state`: done | failed | busy (another process has it) | lost (another process took it over)."""
+    """How a job ended. `state`: done | failed | busy (another process has it), or why it was stopped: lost (another
+    process took it over) | cancelled | preempted."""
 
     state: str
     seconds: float = 0.0
     reason: str = ""
     tail: list[str] = field(default_factory=list)  # last lines of the log, of a failure
+
+    def text(self, name: str) -> str:
+        """How job `name` ended, with the last lines of its log."""
+        return "\n".join([f"{name}: {self.state}: {self.reason}", *(f"    {line}" for line in self.tail)])
 
 
 def supervise(
@@ -42,12 +47,14 @@ def supervise(
     folder: Path,
     name: str,
     env: dict[str, str] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], str] = lambda: "",
+    grace: float = GRACE_S,
 ) -> Outcome:
     """Run `command`, wait for it, and say how it ended. `env` adds to the environment.
 
-    `should_stop` is asked twice a second; when it turns true the child is ended and the outcome is "lost". An exception
-    in this thread (Ctrl-C, SIGTERM as cli.py raises it) ends the child too, and goes on upwards.
+    `stop` is asked twice a second; when it returns a state (see `Outcome`) the child is ended, and that is the outcome.
+    An exception in this thread (Ctrl-C, SIGTERM as cli.py raises it) ends the child too, and goes on upwards. `grace`:
+    seconds from SIGTERM to SIGKILL.
     """
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
@@ -65,16 +72,19 @@ def supervise(
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the child in good order
         )
         try:
-            stopped = _forward(child, log, name, should_stop)
+            stopped = _forward(child, log, name, stop)
         except BaseException as e:
-            _end(child, log, name)
-            _finish(folder, status, "interrupted", type(e).__name__)
+            _end(child, log, name, grace)
+            _finish(folder, status, "stopped", type(e).__name__)
             raise
         if stopped:
-            _end(child, log, name)
+            _end(child, log, name, grace)
     seconds = time.time() - started
+    if stopped == "lost":  # the files are another process's now
+        return Outcome(stopped, seconds, "another process has taken this job over")
     if stopped:
-        return Outcome("lost", seconds, "another process has taken this job over")
+        _finish(folder, status, "stopped", stopped)
+        return Outcome(stopped, seconds)
     if child.returncode == 0:
         _finish(folder, status, "done", "")
         return Outcome("done", seconds)
@@ -93,9 +103,9 @@ def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
     return [line.rsplit("\r")[-1] for line in text.splitlines() if line.strip()][-lines:]
 
 
-def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, should_stop: Callable[[], bool]) -> bool:
-    """Copy the child's output until it ends. True: `should_stop` turned true before. A grandchild that keeps the pipe
-    open (wandb's service) is not waited for."""
+def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, stop: Callable[[], str]) -> str:
+    """Copy the child's output until it ends, or until `stop` returns something, which is returned. A grandchild that
+    keeps the pipe open (wandb's service) is not waited for."""
     assert child.stdout
     pipe, partial = child.stdout.fileno(), b""
     with selectors.DefaultSelector() as selector:
@@ -111,11 +121,11 @@ def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, should_s
                 _show(name, line)
             if ended and not data:
                 _show(name, partial)
-                return False
+                return ""
             if ready and not data:  # closed its output, still running
                 child.wait()
-            if not ended and should_stop():
-                return True
+            if not ended and (reason := stop()):
+                return reason
 
 
 def _show(name: str, line: bytes) -> None:
@@ -124,13 +134,13 @@ def _show(name: str, line: bytes) -> None:
         say(f"{name} | {text}")
 
 
-def _end(child: subprocess.Popen[bytes], log: IO[bytes], name: str) -> None:
+def _end(child: subprocess.Popen[bytes], log: IO[bytes], name: str, grace: float) -> None:
     """SIGTERM to the child's group, SIGKILL after the grace or at a second Ctrl-C. Closing standard input ends what is
     left: torchrun puts its ranks into sessions of their own, which no signal to the group reaches."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace
     try:
         _signal(child, signal.SIGTERM)
-        _forward(child, log, name, lambda: time.monotonic() > deadline)
+        _forward(child, log, name, lambda: "late" if time.monotonic() > deadline else "")
     finally:
         assert child.stdin
         child.stdin.close()

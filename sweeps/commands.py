@@ -6,35 +6,91 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_train import config
-from eagle3_train.console import say
+from eagle3_train.cli import Failed
+from eagle3_train.config import Config
+from eagle3_train.console import duration, say
+from launch import Job, slurm
+from launch import cancel as leave_word
+from launch import run as run_job
 from launch.supervise import tail
 from sweeps import status
 
-WORDS = "status [--json], logs POINT"
+WORDS = "status [--json] [--watch], logs JOB, retry [JOB...], cancel"
 
 
 def run(words: Sequence[str], overrides: Sequence[str]) -> int:
     """Do what `words` say with the study that `overrides` name."""
-    folder = Path(config.compose(list(overrides)).paths.study)
+    cfg = config.compose(list(overrides))
+    study = Path(cfg.paths.study)
     match list(words):
         case ["status"]:
-            status.show(folder)
+            status.show(study)
         case ["status", "--json"] | ["--json", "status"]:
-            print(status.as_json(folder))
+            print(status.as_json(study))
+        case ["status", "--watch"] | ["--watch", "status"]:
+            status.watch(study)
         case ["logs", name]:
-            logs(folder, name)
+            logs(study, name)
+        case ["retry", *names]:
+            retry(cfg, names)
+        case ["cancel"]:
+            cancel(cfg)
         case _:
             raise ValueError(f"eagle3 study {' '.join(words)}: not understood; after `study` may stand {WORDS}")
     return 0
 
 
-def logs(folder: Path, name: str) -> None:
-    """Print the end of a job's log. `name` is a point, or the beginning of one, or prepare or capture."""
-    found = [job for job in status.jobs(folder) if job.name == name] or [
-        job for job in status.jobs(folder) if job.name.startswith(name)
-    ]
+def retry(cfg: Config, names: Sequence[str]) -> None:
+    """Run jobs again, as they were configured: the named ones, or all that failed or were stopped. How they are
+    launched is said by `cfg`."""
+    study = Path(cfg.paths.study)
+    chosen = [find(study, name) for name in names]
+    if not names:
+        bad = {s.name for s in status.collect(study) if s.state in ("failed", "stopped")}
+        chosen = [job for job in status.jobs(study) if job.name in bad]
+    if not chosen:
+        say("no job of this study has failed")
+        return
+    jobs = []
+    for found in chosen:
+        resolved = config.load(found.folder / "config.yaml")
+        resolved.launch = cfg.launch
+        step = "point" if found.is_point else found.name.partition("-")[0]
+        jobs.append(Job(step, resolved))
+    if cfg.launch.kind == "slurm":
+        slurm.submit([slurm.Batch("retry", jobs, at_once=cfg.launch.slurm.points_at_once)])
+        return
+    failed = []
+    for job in jobs:
+        outcome = run_job(job)
+        say(f"{job.name}: {outcome.state} in {duration(outcome.seconds)}")
+        if outcome.state != "done":
+            failed.append(outcome.text(job.name))
+    if failed:
+        raise Failed("\n".join(failed))
+
+
+def cancel(cfg: Config) -> None:
+    """End all jobs of a study, wherever they run."""
+    study = Path(cfg.paths.study)
+    running = [s.name for s in status.collect(study) if s.state == "running"]
+    leave_word(study)
+    if cfg.launch.kind == "slurm":
+        slurm.cancel(cfg)
+    say(f"told to stop: {', '.join(running) or 'nothing, no job runs now'}")
+
+
+def find(study: Path, name: str) -> status.JobFolder:
+    """The job of this name, or whose name begins so."""
+    jobs = status.jobs(study)
+    found = [job for job in jobs if job.name == name] or [job for job in jobs if job.name.startswith(name)]
     if len(found) != 1:
-        names = ", ".join(job.name for job in found or status.jobs(folder))
-        raise ValueError(f"{name!r} is {'no' if not found else 'more than one'} job of {folder}: {names}")
-    for line in tail(found[0].folder / "log.txt", lines=200):
+        names = ", ".join(job.name for job in found or jobs)
+        raise ValueError(f"{name!r} is {'more than one' if found else 'no'} job of {study}: {names}")
+    return found[0]
+
+
+def logs(study: Path, name: str) -> None:
+    """Print the end of a job's log. `name`: a point, or prepare or capture, or the beginning of one."""
+    for line in tail(find(study, name).folder / "log.txt", lines=200):
         say(line)

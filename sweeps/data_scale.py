@@ -18,7 +18,7 @@ from eagle3_train.cli import guarded
 from eagle3_train.console import duration, say
 from launch import Job, Outcome, run
 from sweeps.points import set_decode
-from sweeps.study import failure, share_data
+from sweeps.study import share_data
 
 _failed: dict[str, Outcome] = {}  # Hydra returns nothing from a multirun
 
@@ -44,7 +44,7 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `guarded`, which prints them as `eagle3` does
     run_one()
     for name, outcome in _failed.items():
-        say(failure(name, outcome))
+        say(outcome.text(name))
     return 1 if _failed else 0
 
 

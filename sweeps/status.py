@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+from rich.live import Live
 from rich.table import Table
 
 from eagle3_train import config
 from eagle3_train.console import console, duration, say
 from eagle3_train.files import read_json
-from launch.jobs import STEPS, Job, is_measured
+from launch.jobs import OF_STUDY, Job, is_measured
 from launch.lock import holder_of
 from launch.supervise import tail
 
@@ -47,7 +49,9 @@ def jobs(study: Path) -> list[JobFolder]:
         raise ValueError(f"{study} holds no study yet: `eagle3 study` starts one (study=NAME chooses another)")
     planned = [p["name"] for p in read_json(study / "points.json")] if (study / "points.json").is_file() else []
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
-    shared = [JobFolder(step, study / "steps" / step, False) for step in STEPS if step != "point"]
+    begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
+    steps = dict.fromkeys([*OF_STUDY[:2], *begun])
+    shared = [JobFolder(step, study / "steps" / step, False) for step in steps]
     return shared + [JobFolder(name, study / name, True) for name in dict.fromkeys(planned + started)]
 
 
@@ -63,6 +67,27 @@ def as_json(study: Path) -> str:
 def show(study: Path) -> None:
     """Print the table."""
     rows = collect(study)
+    console.print(_table(rows), markup=False, highlight=False)
+    say(_counts(rows))
+
+
+def watch(study: Path, every: float = 2.0) -> None:
+    """Show the table anew every few seconds until no job is queued or running, or Ctrl-C."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            rows = collect(study)
+            live.update(Group(_table(rows), _counts(rows)), refresh=True)
+            if not any(row.state in ("queued", "running") for row in rows):
+                return
+            time.sleep(every)
+
+
+def _counts(rows: list[JobStatus]) -> str:
+    counts = {state: sum(r.state == state for r in rows) for state in dict.fromkeys(r.state for r in rows)}
+    return ", ".join(f"{n} {state}" for state, n in counts.items())
+
+
+def _table(rows: list[JobStatus]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("job", "state", "step", "tokens/s", "time", "left", "note"):
         table.add_column(column, justify="left" if column in ("job", "state", "note") else "right", overflow="fold")
@@ -76,9 +101,7 @@ def show(study: Path) -> None:
             duration(row.seconds_left) if row.seconds_left is not None else "",
             row.reason or (f"on {row.host}" if row.state == "running" and row.host else ""),
         )
-    console.print(table, markup=False, highlight=False)
-    counts = {state: sum(r.state == state for r in rows) for state in dict.fromkeys(r.state for r in rows)}
-    say(", ".join(f"{n} {state}" for state, n in counts.items()))
+    return table
 
 
 def _status(job: JobFolder) -> JobStatus:
@@ -110,7 +133,7 @@ def _is_done(job: JobFolder) -> bool:
     if not path.is_file():
         return False
     cfg = config.load(path)
-    return is_measured(cfg) if job.is_point else Job(job.name, cfg).is_done()
+    return is_measured(cfg) if job.is_point else Job(job.name.partition("-")[0], cfg).is_done()
 
 
 def _progress(metrics: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from eagle3_train.cli import Failed
 from eagle3_train.config import Config
 from eagle3_train.console import duration, say
 from eagle3_train.files import write_json
-from launch import Job, Outcome, run
+from launch import Job, Outcome, run, slurm
+from launch.jobs import SHARED
 from launch.lock import holder_of
 from sweeps.estimate import TimeLeft, describe
 from sweeps.points import Point, Study, plan
@@ -27,27 +28,49 @@ class Report:
     """What a run of a study did. `failed`: point name -> how it ended."""
 
     study: Study
+    submitted: bool = False  # to a cluster: the points are to come
     failed: dict[str, Outcome] = field(default_factory=dict)
 
 
 def run_study(overrides: Sequence[str]) -> Report:
     """Plan the study that `overrides` describe and run what is left of it. With `dry_run=true`: print the plan only.
 
-    A failing point does not stop the others. Raises `cli.Failed` where a shared step fails.
+    A failing point does not stop the others. Raises `cli.Failed` where a shared step fails, or where the study was
+    cancelled. On a cluster (`launch=slurm`) it submits what is left and returns.
     """
     study = plan(overrides)
     say(describe(study))
     report = Report(study)
+    left = [p for p in study.points if not Job("point", p.cfg).is_done()]
+    on_cluster = study.cfg.launch.kind == "slurm"
     if study.cfg.dry_run:
+        if on_cluster and left:
+            say("\n".join(f"\n# {batch.name}\n{slurm.render(batch)}" for batch in batches(study, left)))
         return report
     record(study)
-    left = [p for p in study.points if not Job("point", p.cfg).is_done()]
+    if on_cluster and left:
+        slurm.submit(batches(study, left))
+        report.submitted = True
+        return report
     if left:
         share_data(study.cfg)
         _run_points(report, left)
     for name, outcome in report.failed.items():
-        say(failure(name, outcome))
+        say(outcome.text(name))
     return report
+
+
+def batches(study: Study, left: list[Point]) -> list[slurm.Batch]:
+    """What is left of a study as submissions: prepare -> capture -> points -> report, each after the one before."""
+    chain: list[slurm.Batch] = []
+    for step in SHARED:
+        job = Job(step, study.cfg)
+        if not job.is_done():
+            chain += slurm.batches_of_step(job, after=chain[-1].name if chain else None)
+    points = [Job("point", p.cfg) for p in left]
+    at_once = study.cfg.launch.slurm.points_at_once
+    chain.append(slurm.Batch("points", points, chain[-1].name if chain else None, at_once=at_once))
+    return [*chain, slurm.Batch("report", [Job("report", study.cfg)], "points", always=True)]
 
 
 def record(study: Study) -> None:
@@ -59,20 +82,15 @@ def record(study: Study) -> None:
 
 def share_data(cfg: Config) -> None:
     """Prepare and capture what the points of a study share, unless it is there. No point can run where this fails."""
-    for step in ("prepare", "capture"):
+    for step in SHARED:
         job = Job(step, cfg)
         if job.is_done():
             say(f"{step}: done already")
             continue
         outcome = run(job)
         if outcome.state != "done":
-            raise Failed(failure(step, outcome))
+            raise Failed(outcome.text(step))
         say(f"{step}: done in {duration(outcome.seconds)}")
-
-
-def failure(name: str, outcome: Outcome) -> str:
-    """How a job failed, with the last lines of its log."""
-    return "\n".join([f"{name}: {outcome.state}: {outcome.reason}", *(f"    {line}" for line in outcome.tail)])
 
 
 def _run_points(report: Report, left: list[Point]) -> None:
@@ -88,6 +106,8 @@ def _run_points(report: Report, left: list[Point]) -> None:
                     waiting.add(point.name)
                     say(f"{point.name}: another process works on it ({_who(point)})")
                 continue
+            if outcome.state == "cancelled":
+                raise Failed("cancelled by `eagle3 study cancel`; the same command continues")
             if outcome.state != "done":
                 report.failed[point.name] = outcome
             time_left.add(point, outcome.seconds)

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from eagle3_train import config
 from eagle3_train.config import Config, digest
 from eagle3_train.files import write_json
+from launch.command import command, environment
 from launch.jobs import Job, outputs
-from launch.local import command, environment
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,13 @@ def test_a_shared_step_is_done_for_the_configuration_it_was_run_with(
     for path in outputs(job.cfg, step):
         write_json(path, {})
     assert not job.is_done()  # of what configuration are these?
-    job.stamp()
+    assert job.finish(1.0).state == "done"
     assert job.is_done()
     assert Job(step, compose(irrelevant)).is_done()
     assert not Job(step, compose(relevant)).is_done()
     outputs(job.cfg, step)[-1].unlink()
     assert not job.is_done()
+    assert job.finish(1.0).state == "failed"  # it says that it ended well, but a part of it is missing
 
 
 def test_one_process_needs_no_torchrun(compose: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

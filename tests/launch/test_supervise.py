@@ -122,7 +122,7 @@ def test_losing_the_lock_ends_the_command(tmp_path: Path) -> None:
         open({str(pid_file)!r}, "w").write(str(os.getpid()))
         time.sleep(60)
     """)
-    outcome = supervise(command, tmp_path, "x1", should_stop=pid_file.exists)
+    outcome = supervise(command, tmp_path, "x1", stop=lambda: "lost" if pid_file.exists() else "")
     assert outcome.state == "lost"
     assert not is_alive(int(wait_for(pid_file)))
 
@@ -163,7 +163,7 @@ def test_interrupting_ends_all_children(tmp_path: Path, number: signal.Signals, 
     assert time.monotonic() - started < 3
     for pid in pids:
         wait_until_dead(pid)
-    assert status(tmp_path / "job")["state"] == "interrupted"
+    assert status(tmp_path / "job")["state"] == "stopped"
 
 
 def test_children_that_ignore_the_signal_are_killed_after_the_grace(tmp_path: Path) -> None:

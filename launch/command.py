@@ -1,0 +1,55 @@
+"""The command line of a job's processes, and their environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from launch.jobs import Job
+
+
+def command(job: Job, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What this node has to run for its part of a job: the step itself, or torchrun with several ranks of it; inside a
+    SLURM allocation, srun with one of these on each of its nodes."""
+    launch = job.cfg.launch
+    python = [(launch.kind == "slurm" and launch.slurm.python) or sys.executable]
+    step = ["-m", "eagle3_train.cli", job.step, "--resolved", str(job.folder / "config.yaml")]
+    in_slurm = launch.kind == "slurm" and "SLURM_JOB_ID" in environ
+    if job.nodes * job.processes == 1:
+        ranks = [*python, *step]
+    else:
+        meeting = _meeting(job, environ) if job.nodes > 1 else ["--standalone"]
+        torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(job.processes)]
+        ranks = [*python, *torchrun, *step]
+    if not in_slurm:
+        return ranks
+    nodes = str(job.nodes)
+    layout = ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+    return ["srun", *layout, *launch.slurm.srun, *ranks]
+
+
+def environment(job: Job) -> dict[str, str]:
+    """torchrun gives each of several processes one thread; here they share the machine's cores."""
+    env = dict(job.cfg.launch.slurm.env) if job.cfg.launch.kind == "slurm" else {}
+    if job.part is not None:
+        env |= {"RANK": str(job.part[0]), "WORLD_SIZE": str(job.part[1])}
+    if job.processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        env = {"OMP_NUM_THREADS": str(max(1, cores // job.processes))} | env
+    return env
+
+
+def _meeting(job: Job, environ: Mapping[str, str]) -> list[str]:
+    """Where the torchruns of several nodes find each other, and under which name."""
+    if job.cfg.launch.kind == "slurm":
+        # One of the hosts that SLURM gave, and a port that other jobs on it are unlikely to use.
+        head, number = environ["EAGLE3_HEAD"], int(environ["SLURM_JOB_ID"])
+        endpoint, name = f"{head}:{20000 + number % 20000}", f"{number}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+    else:
+        endpoint, name = str(job.cfg.launch.rendezvous), job.name
+    meeting = {"backend": "c10d", "endpoint": endpoint, "id": name}
+    # The nodes of a study come to a point one after the other; the last may still be busy with the point before.
+    meeting["conf"] = "join_timeout=3600"
+    options = [word for key, value in meeting.items() for word in (f"--rdzv-{key}", value)]
+    return ["--nnodes", str(job.nodes), *options]
