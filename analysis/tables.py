@@ -81,6 +81,11 @@ def results_table(analysis: Analysis) -> pd.DataFrame:
                 if not at.empty:
                     value, lo, hi = at[["value", "lo", "hi"]].iloc[0]
                     row[name] = bracketed(value, lo, hi) if name == "tau" else number(value, 3)
+            for prefix, title in (("decode_tau.", "tau decode"), ("speedup.", "speed-up")):
+                names = [c for task in analysis.table.tasks if (c := f"{prefix}{task}") in own]
+                measured = own[names].to_numpy(float)
+                if np.isfinite(measured).any():  # the mean of the runs and tasks that were decoded
+                    row[title] = number(float(np.nanmean(measured)), 3)
             rows.append(row)
     return pd.DataFrame(rows).fillna(DASH)
 
