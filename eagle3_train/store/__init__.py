@@ -1,8 +1,9 @@
 """The hidden-state store: sharded Parquet that is verified, elastic and read row by row. Format: docs/store.md."""
 
 from .counts import token_counts
+from .index import Index
 from .loader import Loader
-from .manifest import Index, Manifest, ShardEntry, finalize
+from .manifest import Manifest, ShardEntry, finalize
 from .plan import BatchPlan, prefix_for_tokens
 from .reader import Store, concatenate
 from .schema import CONVENTION, Sequence, StoreSpec

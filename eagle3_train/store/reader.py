@@ -17,7 +17,8 @@ import torch
 
 from .codec import DTYPES, decode, read_dtype
 from .folder import Folder, RangeReader
-from .manifest import Index, Manifest
+from .index import Index
+from .manifest import Manifest
 from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
 from .verify import Problem, verify
 from .writer import PREFIX, remedy
@@ -37,7 +38,7 @@ class Store:
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self.index = Index(folder, manifest)
+        self.index = Index(folder, manifest.rows)
         self._columns = [f.name for f in arrow_schema(manifest.spec) if f.name != HIDDEN]
         self._shards: _Cache[int, _Shard] = _Cache(OPEN_SHARDS, lambda _: 1)
         self._groups: _Cache[tuple[int, int], _Group] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)

@@ -20,11 +20,10 @@ CONVENTION = (
     "id n_layers is the output of the last decoder layer before the final norm."
 )
 SPEC_KEY, CONTENT_KEY = b"eagle3.spec", b"eagle3.content"  # of a shard's Parquet metadata
-# Columns of a shard other than the hidden states: small, decoded a row group at a time.
 HIDDEN, SCALE = "hidden_states", "hidden_scale"
 # A Parquet page holds fewer than 2^31 bytes; a row group is one page of the hidden column (see `writer`).
 MAX_ROW_BYTES = 2**31 - 2**20
-# Named in the fingerprint's stead: neither changes what a sequence holds.
+# Not in the fingerprint: none of them changes what a sequence holds.
 LAYOUT_FIELDS = ("n_shards", "row_group_mib", "generator")
 
 
@@ -82,10 +81,10 @@ class StoreSpec:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"store.dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if not 1 <= self.n_shards <= max(self.n_rows, 1):
-            raise ValueError(
-                f"n_shards={self.n_shards} for {self.n_rows} rows: choose 1 to {max(self.n_rows, 1)} shards"
-            )
+        if self.n_rows < 1:
+            raise ValueError("a store without rows: the corpus is empty, see its report")
+        if not 1 <= self.n_shards <= self.n_rows:
+            raise ValueError(f"capture.shards={self.n_shards} for {self.n_rows} rows: choose 1 to {self.n_rows}")
         if not 1 <= self.row_group_mib <= 1024:
             raise ValueError(f"store.row_group_mib={self.row_group_mib}: choose 1 to 1024, 32 to 128 is usual")
 

@@ -162,7 +162,8 @@ class ShardWriter:
                 f"sample {sequence.sample_id!r}: states are not finite as {spec.dtype} ({what}); {way_out}"
             )
         self._used += size
-        self._group.append({**sequence.__dict__, SCALE: scale, "n_supervised": sequence.n_supervised})
+        small = {name: value for name, value in sequence.__dict__.items() if name != "hidden"}
+        self._group.append({**small, SCALE: scale, "n_supervised": sequence.n_supervised})
         self.rows += 1
         self.tokens += sequence.n_tokens
         self.supervised += sequence.n_supervised

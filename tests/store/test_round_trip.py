@@ -132,9 +132,10 @@ def test_shards_are_contiguous_and_balanced(rows: int, shards: int) -> None:
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
-def test_finalize_is_idempotent(tmp_path: Path) -> None:
+def test_finalize_is_idempotent_and_clears_up(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.iterdir()}
+    (tmp_path / f".{shard_name(0, 4)}.elsewhere.0123.tmp").touch()  # a writer killed on another host
     finalize(tmp_path, store.spec)
     assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.iterdir()} == before
 
@@ -180,7 +181,8 @@ def test_expect_says_what_differs_and_what_to_do(tmp_path: Path) -> None:
         ({"layer_ids": (4, 2, 8)}, "ascending"),
         ({"layer_ids": (2, 4, 5)}, "n_layers=8"),
         ({"dtype": "int4"}, "bf16, fp16, fp32, fp8"),
-        ({"n_shards": 24}, "1 to 23 shards"),
+        ({"n_shards": 24}, "capture.shards=24 for 23 rows"),
+        ({"n_rows": 0}, "without rows"),
         ({"row_group_mib": 0}, "row_group_mib"),
     ],
 )
