@@ -209,6 +209,7 @@ class LaunchConfig:
     nproc_per_node: int = 1
     nodes: int = 1
     rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
+    tflops: float | None = None  # sustained by one process, for the hours in the plan; null: as measured, once it is
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 

@@ -110,7 +110,7 @@ def submit(batches: Sequence[Batch]) -> dict[str, str]:
         command = ["sbatch", "--parsable"]
         if batch.after in ids:
             command.append(f"--dependency={'afterany' if batch.always else 'afterok'}:{ids[batch.after]}")
-        done = subprocess.run([*command, str(script)], capture_output=True, text=True, env=_environment(cfg))
+        done = subprocess.run([*command, str(script)], capture_output=True, text=True)
         if done.returncode != 0:
             raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
         ids[batch.name] = done.stdout.strip().split(";")[0]
@@ -140,8 +140,3 @@ def cancel(cfg: Config) -> None:
 def _worker_arguments(job: Job) -> list[str]:
     part = [] if job.part is None else ["--part", f"{job.part[0]}/{job.part[1]}"]
     return [job.step, str(job.folder / "config.yaml"), *part]
-
-
-def _environment(cfg: Config) -> dict[str, str]:
-    """sbatch hands the submitter's environment on. A job submitted from within a job must not take over its place."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}

@@ -49,7 +49,7 @@ def main() -> int:
     if outcome.state == "done":
         return 0
     if cut_short(outcome) and _attempt(job) < job.cfg.launch.slurm.attempts:
-        subprocess.run(["scontrol", "requeue", _id()], check=True)
+        _scontrol("requeue", _id())
     return 1
 
 
@@ -71,10 +71,14 @@ def _id() -> str:
 
 
 def _head() -> str:
-    """The first of the hosts that SLURM gave."""
-    nodes = os.environ["SLURM_JOB_NODELIST"]
-    hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True)
-    return hosts.stdout.split()[0]
+    """Address of the first of the nodes that SLURM gave: that by which SLURM itself reaches it."""
+    first = _scontrol("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()[0]
+    settings = dict(word.partition("=")[::2] for word in _scontrol("show", "node", "--oneliner", first).split())
+    return settings.get("NodeAddr", first)
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

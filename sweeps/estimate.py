@@ -1,16 +1,13 @@
-"""What a study will take: sequences, tokens, disk, time. Figures that cannot be known yet are said to be unknown."""
+"""The plan of a study in words, and the time that is left while it runs."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from eagle3_train.config import Config
 from eagle3_train.console import duration
 from eagle3_train.files import read_json
 from launch import Job
+from sweeps import cost
 from sweeps.points import Point, Study
-
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def describe(study: Study) -> str:
@@ -35,26 +32,40 @@ def _length(cfg: Config) -> str:
 
 
 def _data(study: Study) -> str:
-    cfg = study.cfg
-    sequences = cfg.corpus.sequences or study.largest.cfg.data.sequences
-    manifest = Path(cfg.paths.store) / "manifest.json"
-    if manifest.is_file():
-        tokens = read_json(manifest)["tokens"]
-        return f"  data: captured, {tokens:,} tokens in {cfg.paths.store}"
-    most = sequences * cfg.corpus.max_length
-    text = f"  data: {sequences:,} sequences, at most {most:,} tokens"
-    if (hidden := hidden_size(cfg)) is None:
-        return f"{text}; disk is known once the target model is there (eagle3 prepare)"
-    layers = 1 + len(cfg.capture.layer_ids or (0, 0, 0))  # the inputs of the draft head, and the final state
-    return f"{text}, at most {most * layers * hidden * BYTES[cfg.store.dtype] / 2**30:.1f} GiB of hidden states"
+    """What the study takes: data, disk, FLOPs, hours, as far as each is known."""
+    cfg, points = study.cfg, [p.cfg for p in study.points]
+    data, shape = cost.data_of(cfg, study.largest.cfg.data.sequences), cost.shape_of(cfg)
+    at_most = "" if data.exact else "at most "
+    text = f"  data: {data.sequences:,} sequences, {at_most}{data.tokens:,.0f} tokens"
+    if shape is None:
+        return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
+    flops = sum(cost.training_flops(p, shape, data.first(p.data.sequences)) for p in points)
+    return "\n".join(
+        [
+            f"{text}, {data.supervised:,.0f} of them supervised",
+            f"  disk: {at_most}{_gib(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
+            f"{_gib(cost.checkpoint_bytes(points, shape))} of checkpoints",
+            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, {flops:.2g} to train all "
+            f"points{_hours(study, flops)}",
+        ]
+    )
 
 
-def hidden_size(cfg: Config) -> int | None:
-    """H of the target model, where its config.json is on this machine already."""
-    for folder in (Path(cfg.paths.target), Path(cfg.target.model)):
-        if (folder / "config.json").is_file():
-            return int(read_json(folder / "config.json")["hidden_size"])
-    return None
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:,.2f} GiB"
+
+
+def _hours(study: Study, flops: float) -> str:
+    """Time of all training at the speed that points of this study had, or at `launch.tflops` a process."""
+    done = [read_json(p.dir / "train.json") for p in study.points if (p.dir / "train.json").is_file()]
+    launch = study.cfg.launch
+    if done:
+        rate = sum(d["train_flops"] for d in done) / sum(d["wall_seconds"]["train"] for d in done)
+        return f", {duration(flops / rate)} at the {rate / 1e12:.2g} TFLOP/s of the points that are trained"
+    if launch.tflops:
+        rate = launch.tflops * 1e12 * launch.nodes * launch.nproc_per_node
+        return f", {duration(flops / rate)} at launch.tflops={launch.tflops:g} a process"
+    return ""
 
 
 class TimeLeft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.table import Table
 from eagle3_train import config
 from eagle3_train.console import console, duration, say
 from eagle3_train.files import read_json
-from launch.jobs import OF_STUDY, Job, is_measured
+from launch.jobs import SHARED, Job
 from launch.lock import holder_of
 from launch.supervise import tail
 
@@ -50,13 +51,13 @@ def jobs(study: Path) -> list[JobFolder]:
     planned = [p["name"] for p in read_json(study / "points.json")] if (study / "points.json").is_file() else []
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
     begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
-    steps = dict.fromkeys([*OF_STUDY[:2], *begun])
+    steps = dict.fromkeys([*SHARED, *begun])
     shared = [JobFolder(step, study / "steps" / step, False) for step in steps]
     return shared + [JobFolder(name, study / name, True) for name in dict.fromkeys(planned + started)]
 
 
 def collect(study: Path) -> list[JobStatus]:
-    return [_status(job) for job in jobs(study)]
+    return [_status(study, job) for job in jobs(study)]
 
 
 def as_json(study: Path) -> str:
@@ -67,7 +68,8 @@ def as_json(study: Path) -> str:
 def show(study: Path) -> None:
     """Print the table."""
     rows = collect(study)
-    console.print(_table(rows), markup=False, highlight=False)
+    # Where the output is no terminal there is no width to keep to.
+    console.print(_table(rows), width=None if console.is_terminal else 200)
     say(_counts(rows))
 
 
@@ -104,7 +106,7 @@ def _table(rows: list[JobStatus]) -> Table:
     return table
 
 
-def _status(job: JobFolder) -> JobStatus:
+def _status(study: Path, job: JobFolder) -> JobStatus:
     path = job.folder / "status.json"
     last: dict[str, Any] = read_json(path) if path.is_file() else {}
     holder = holder_of(job.folder / ".lock")
@@ -116,24 +118,24 @@ def _status(job: JobFolder) -> JobStatus:
         return JobStatus(job.name, "running", attempt, **progress, seconds=seconds, host=holder.host)
     seconds = last["ended"] - started if "ended" in last else None
     progress["seconds_left"] = None
-    if _is_done(job):
+    if _is_done(study, job, last):
         return JobStatus(job.name, "done", attempt, **progress, seconds=seconds)
     if not last:
         return JobStatus(job.name, "queued")
     if last["state"] == "failed":
-        log = tail(job.folder / "log.txt", lines=1)
-        reason = ": ".join([last["reason"], *log])
+        log = [line for line in tail(job.folder / "log.txt") if not line.startswith(("srun:", "slurmstepd"))]
+        reason = ": ".join([last["reason"], *log[-1:]])
         return JobStatus(job.name, "failed", attempt, **progress, seconds=seconds, host=last["host"], reason=reason)
     why = last.get("reason") or "its process was killed, or its machine went down"
     return JobStatus(job.name, "stopped", attempt, **progress, seconds=seconds, host=last["host"], reason=why)
 
 
-def _is_done(job: JobFolder) -> bool:
-    path = job.folder / "config.yaml"
-    if not path.is_file():
-        return False
-    cfg = config.load(path)
-    return is_measured(cfg) if job.is_point else Job(job.name.partition("-")[0], cfg).is_done()
+def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:
+    """By what it made: points and shared steps; by how it ended: all else."""
+    path = study / "study.yaml" if job.name in SHARED else job.folder / "config.yaml"
+    if job.is_point or job.name in SHARED:
+        return path.is_file() and Job("point" if job.is_point else job.name, config.load(path)).is_done()
+    return last.get("state") == "done"
 
 
 def _progress(metrics: Path) -> dict[str, Any]:

@@ -1,23 +1,38 @@
-"""A job of several processes through the real torchrun; the room that does the work is a stand-in."""
+"""Jobs of several processes through the real torchrun; the room that does the work is a stand-in."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import socket
 
-import pytest
-
-from eagle3_train import config
-from launch import Job, run
-from tests.sweeps.conftest import FAKES, ROOT
+from sweeps import status
+from tests.sweeps.conftest import Bench
 
 
-def test_ranks_of_a_job_run_one_step_and_share_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{FAKES}:{ROOT}")
-    monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
-    job = Job("capture", config.compose([f"paths.outputs={tmp_path}", "launch.nproc_per_node=2"]))
-    outcome = run(job)
-    assert outcome.state == "done", outcome.tail
-    calls = sorted(line.split(" pid=")[0] for line in (tmp_path / "calls").read_text().splitlines())
-    assert calls == ["capture 0/2", "capture 1/2"]
-    assert job.is_done()
-    assert run(job).seconds == 0.0  # done: no process is started
+def test_two_nodes_run_one_step_together(bench: Bench) -> None:
+    """Two processes on this machine stand for two nodes that share a folder; each gives the same command."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = ("capture", "launch=torchrun", "launch.nodes=2", "launch.nproc_per_node=2")
+    nodes = [bench.start(*command, f"launch.rendezvous=127.0.0.1:{port}") for _ in range(2)]
+    outs = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outs
+    assert sorted(bench.calls("capture")) == [f"capture {rank}/4" for rank in range(4)]
+    assert all(f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port}" in out for out in outs)
+    bench.run("study", "data.scale=1", "seed=0", "dry_run=true")
+    folders = {p.name for p in (bench.study / "steps" / "capture").iterdir()}
+    assert {"done.json", "log.txt", f"node-{socket.gethostname()}"} <= folders  # one of them led, one joined
+
+
+def test_several_processes_on_this_machine(bench: Bench) -> None:
+    out = bench.run("capture", "launch.nproc_per_node=2")
+    assert "torch.distributed.run --standalone --nproc-per-node 2" in out
+    assert sorted(bench.calls("capture")) == ["capture 0/2", "capture 1/2"]
+    assert [s.state for s in status.collect(bench.study) if s.name == "capture"] == ["done"]
+    bench.run("capture", "launch.nproc_per_node=2")
+    assert len(bench.calls("capture")) == 2  # done: no process is started
+
+
+def test_a_single_process_engine_is_refused_for_many(bench: Bench) -> None:
+    out = bench.run("train", "launch.nproc_per_node=2", code=2)
+    assert "engine=single is one process, but launch asks for 1 x 2: use engine=ddp" in out

@@ -1,0 +1,126 @@
+"""What training, capture and storage of a study take, from shapes alone: the arithmetic behind `dry_run=true`.
+
+Numbers of tokens are those of the corpus once it is prepared; before, every sequence counts as long as it may be, and
+the estimate is an upper bound. FLOPs count a multiply-add twice, a backward pass as two forward ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_train.config import Config
+from eagle3_train.files import read_json
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+TRAINING_BYTES = 12  # a parameter in a checkpoint: fp32 weight and AdamW's two moments
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a target model, which are those of its draft head's layer too."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    queries: int  # width of all query heads together
+    keys: int  # width of all key heads together
+    vocab: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape:
+        """From a config.json as Hugging Face models have it."""
+        config = config.get("text_config", config)
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        width = config.get("head_dim") or hidden // heads
+        keys = (config.get("num_key_value_heads") or heads) * width
+        intermediate, layers = config["intermediate_size"], config["num_hidden_layers"]
+        return cls(hidden, intermediate, layers, heads * width, keys, config["vocab_size"])
+
+    @property
+    def parameters(self) -> int:
+        """Of the target, embeddings counted once."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+
+
+@dataclass(frozen=True)
+class Data:
+    """Of `sequences` sequences. `exact`: counted, not bounded."""
+
+    sequences: int
+    tokens: float
+    supervised: float
+    exact: bool
+
+    def first(self, sequences: int) -> Data:
+        """The first ones, which are a random sample."""
+        share = sequences / self.sequences
+        return Data(sequences, self.tokens * share, self.supervised * share, self.exact)
+
+
+def shape_of(cfg: Config) -> Shape | None:
+    """The target's shape, where its config.json is on this machine already."""
+    for folder in (Path(cfg.paths.target), Path(cfg.paths.store) / "target", Path(cfg.target.model)):
+        if (folder / "config.json").is_file():
+            return Shape.of(read_json(folder / "config.json"))
+    return None
+
+
+def data_of(cfg: Config, largest: int) -> Data:
+    """The training corpus: as it was captured or prepared, or at most `largest` sequences of the greatest length."""
+    store, corpus = Path(cfg.paths.store) / "manifest.json", Path(cfg.paths.corpus) / "report.json"
+    if store.is_file():
+        found = read_json(store)
+        return Data(found["rows"], found["tokens"], found["supervised_tokens"], exact=True)
+    if corpus.is_file():
+        found = read_json(corpus)["parts"]["train"]
+        return Data(found["sequences"], found["tokens"], found["supervised_tokens"], exact=True)
+    sequences = cfg.corpus.sequences or largest
+    tokens = float(sequences * cfg.corpus.max_length)
+    return Data(sequences, tokens, tokens, exact=False)
+
+
+def epochs(cfg: Config, data: Data) -> float:
+    """Passes over the data of a point."""
+    if cfg.train.regime == "epochs":
+        return cfg.train.epochs
+    return (cfg.train.steps or 0) * cfg.train.batch_tokens / data.tokens
+
+
+def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
+    """Of one point with an EAGLE-3 head, all its epochs. Rows that later steps lose at the ends of turns are not taken
+    off, so this is slightly too much."""
+    h, q, kv = shape.hidden, shape.queries, shape.keys
+    keys_values, head = 2 * 2 * h * kv, cfg.draft.vocab_size * h
+    rest = 2 * h * q + q * h + 3 * h * shape.intermediate
+    steps, rows = cfg.draft.steps, data.supervised
+    matrices = data.tokens * (n_inputs(cfg) * h * h + keys_values)
+    matrices += rows * (steps * (rest + head) + (steps - 1) * keys_values)
+    attention = steps * rows * (data.tokens / data.sequences / 2) * 2 * q
+    return epochs(cfg, data) * (6 * (matrices + attention) + 2 * rows * head)
+
+
+def capture_flops(shape: Shape, data: Data) -> float:
+    return 2.0 * shape.parameters * data.tokens
+
+
+def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
+    """Hidden states of the training store: the head's inputs and the final state."""
+    return data.tokens * (n_inputs(cfg) + 1) * shape.hidden * BYTES[cfg.store.dtype]
+
+
+def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
+    h, q, kv = shape.hidden, shape.queries, shape.keys
+    layer = 2 * h * (q + 2 * kv) + q * h + 3 * h * shape.intermediate
+    return sum(
+        (layer + n_inputs(cfg) * h * h + cfg.draft.vocab_size * h) * TRAINING_BYTES * cfg.train.keep_last
+        for cfg in points
+    )
+
+
+def n_inputs(cfg: Config) -> int:
+    """Layers whose states the draft head takes."""
+    return len(cfg.capture.layer_ids) if cfg.capture.layer_ids else 3

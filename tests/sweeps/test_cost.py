@@ -1,0 +1,70 @@
+"""The estimator against numbers worked out by hand, and against what a real run counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle3_train import config
+from eagle3_train.config import Config
+from eagle3_train.files import write_json
+from sweeps import cost
+from sweeps.estimate import describe
+from sweeps.points import plan
+
+# SmolLM2-135M-Instruct's own config.json, as far as the estimate reads it.
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+}
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    return config.compose([f"paths.outputs={tmp_path}", "train.epochs=2", "draft.steps=3", "draft.vocab_size=4096"])
+
+
+def test_parameters_of_the_target() -> None:
+    # The file itself has 134,515,008: the norms' 30 * 2 * 576 + 576 are left out.
+    assert cost.Shape.of(SMOLLM2).parameters == 134_515_008 - 61 * 576
+
+
+def test_flops_agree_with_what_a_training_run_counted(cfg: Config) -> None:
+    # train.json of a real run (128 sequences, 2 epochs, K 3, D 4096), which counts row by row.
+    data = cost.Data(sequences=128, tokens=46_860, supervised=35_603, exact=True)
+    assert cost.training_flops(cfg, cost.Shape.of(SMOLLM2), data) == pytest.approx(9_499_034_313_216, rel=0.05)
+
+
+def test_bytes_of_the_store_agree_with_a_real_one(cfg: Config) -> None:
+    data = cost.Data(sequences=256, tokens=97529, supervised=72876, exact=True)
+    assert cost.store_bytes(cfg, cost.Shape.of(SMOLLM2), data) == pytest.approx(450_637_679, rel=0.01)
+
+
+def test_fixed_steps_are_passes_over_the_data(cfg: Config) -> None:
+    cfg.train.regime, cfg.train.steps, cfg.train.batch_tokens = "steps", 100, 2000
+    assert cost.epochs(cfg, cost.Data(10, 50_000, 1, exact=True)) == 4.0
+
+
+def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> None:
+    overrides = [f"paths.outputs={tmp_path}"]
+    study = plan(overrides)
+    assert "at most 131,072 tokens; disk and FLOPs are known once" in describe(study)
+    write_json(Path(study.cfg.paths.target) / "config.json", SMOLLM2)
+    assert "at most 0.56 GiB of hidden states" in describe(study)
+    part = {"sequences": 256, "tokens": 97529, "supervised_tokens": 72876}
+    write_json(Path(study.cfg.paths.corpus) / "report.json", {"parts": {"train": part}})
+    text = describe(study)
+    assert "256 sequences, 97,529 tokens, 72,876 of them supervised" in text
+    assert "disk: 0.42 GiB of hidden states" in text
+    assert " at " not in text.splitlines()[-1].partition("train all points")[2]  # no hours yet
+    assert "at launch.tflops=2 a process" in describe(plan([*overrides, "launch.tflops=2"]))
+    trained = {"train_flops": 1e12, "wall_seconds": {"train": 2.0}}
+    (study.points[0].dir).mkdir(parents=True)
+    (study.points[0].dir / "train.json").write_text(json.dumps(trained))
+    assert "at the 0.5 TFLOP/s of the points that are trained" in describe(study)
