@@ -181,7 +181,7 @@ def extrapolation(analysis: Analysis) -> Picture | None:
         title="Beyond the data: how far the forms agree",
         caption=(
             f"{s.label}. Filled: forms that predict the held-out largest scale equally well; hollow: the others, and "
-            "models that fit each draft position and compose tau. Thick: 95 % interval of the curve; thin: of a new run."
+            "models that fit each draft position and compose tau. Thick: 95 % interval of the curve; thin: a new run's."
         ),
         alt="; ".join(
             ": ".join(

@@ -222,8 +222,8 @@ def _fit_parts(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Part]:
         "All forms of a quantity are fitted on the same residual, the logarithm of the loss-like quantity, with "
         "Huber's loss, so their errors compare. Held-out error: predicted minus measured at the largest scale, fitted "
         "without it; leave-one-out: the root mean square of the same over every scale. Best in: share of bootstrap "
-        "replicates with the smallest held-out error. Under-identified: the data do not bound every parameter, so its values mean "
-        "nothing alone."
+        "replicates with the smallest held-out error. Under-identified: the data do not bound every parameter, so its "
+        "values mean nothing alone."
     )
     parts = [Part(text=about)]
     for s in analysis.series:

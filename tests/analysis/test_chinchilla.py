@@ -1,8 +1,8 @@
 """The joint law in size and data against the published refit of Chinchilla (Besiroglu et al., 2024, arXiv 2404.10102).
 
-Published: E 1.8172, A 482.01, B 2085.43, alpha 0.3478, beta 0.3658, with standard errors 0.026 for E, 0.015 for alpha,
-0.021 for beta. Here from simulated points; the re-digitised points themselves are read where EAGLE3_CHINCHILLA_CSV names
-their file (columns `Model Size`, `Training FLOP`, `loss`).
+Published: E 1.8172, A 482.01, B 2085.43, alpha 0.3478, beta 0.3658, with standard errors 0.026 for E, 0.015 for
+alpha, 0.021 for beta. Here from simulated points; the re-digitised points themselves are read where
+EAGLE3_CHINCHILLA_CSV names their file (columns `Model Size`, `Training FLOP`, `loss`).
 """
 
 from __future__ import annotations

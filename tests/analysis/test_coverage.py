@@ -87,7 +87,7 @@ def test_quick_start_design(form: Form, seed_sd: float) -> None:
 
 
 def test_one_seed_a_point() -> None:
-    """The scatter around a line stands in for seeds. It is poorly known (two degrees of freedom), so intervals are wide."""
+    """The scatter around a line stands in for seeds. It is poorly known, so intervals are wide."""
     s = simulate_studies(Design(seeds=1), TRUTH, Noise(), 100, 150)
     coverage, _ = check(s, LOG_LINEAR, 2.0)["g"]
     assert coverage > 0.9

@@ -45,8 +45,11 @@ def test_enough_scales_converge_and_hold_the_truth() -> None:
     assert result.status == CONVERGED
     for name, value in truth.items():
         e = result.parameters[name]
-        assert e.lo is not None and e.hi is not None and e.lo < value < e.hi
-        assert e.profile is not None and e.profile[0] < value < e.profile[1]  # type: ignore[operator]
+        assert e.lo is not None
+        assert e.hi is not None
+        assert e.lo < value < e.hi
+        assert e.profile is not None
+        assert e.profile[0] < value < e.profile[1]
 
 
 def test_fewer_scales_than_the_form_needs_is_a_status_and_a_message() -> None:
@@ -80,7 +83,8 @@ def test_profile_interval_of_a_line_is_students() -> None:
     half = line.stderr * t.ppf(0.975, len(data.loss) - 2)
     assert e.profile is not None
     lo, hi = e.profile
-    assert lo is not None and hi is not None
+    assert lo is not None
+    assert hi is not None
     assert lo == pytest.approx(line.slope - half, abs=0.15 * half)
     assert hi == pytest.approx(line.slope + half, abs=0.15 * half)
 
@@ -120,7 +124,10 @@ def test_an_outlier_is_marked_and_hardly_moves_the_fit() -> None:
 def test_bands_widen_beyond_the_data_and_a_new_run_is_wider_than_the_curve() -> None:
     result = fit(forms.POWER, data_of(forms.POWER, [2.83, 0.046], (1, 2, 4, 8)), profiles=False)
     p = result.predict(7600 * np.array([4.0, 16, 64]))
-    assert p.lo is not None and p.hi is not None and p.run_lo is not None and p.run_hi is not None
+    assert p.lo is not None
+    assert p.hi is not None
+    assert p.run_lo is not None
+    assert p.run_hi is not None
     width, run_width = p.hi - p.lo, p.run_hi - p.run_lo
     assert (np.diff(width) > 0).all()
     assert (run_width > width).all()
