@@ -135,7 +135,7 @@ class OptimConfig:
 class EngineConfig:
     """How a training step is spread over processes."""
 
-    kind: str = "single"  # single | ddp | fsdp2 | hsdp
+    kind: str = "auto"  # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
 
 
@@ -307,7 +307,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("single", "ddp", "fsdp2", "hsdp"),
+    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local", "torchrun", "slurm"),
