@@ -10,8 +10,8 @@ ARGS ?=
 study: setup  ## the quick-start study on the embedded real model; interrupt and rerun at will
 	$(BIN)/eagle3 study study=quickstart $(ARGS)
 
-test: lint  ## linters and all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint  ## linters and all tests; a worker a core, each with one thread: two that share cores wait for each other
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
