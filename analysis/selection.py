@@ -63,5 +63,8 @@ def select(results: list[FitResult]) -> Selection | None:
     best = min(tied, key=order)
     reason = "smallest error at the held-out largest scale"
     if len(tied) > 1:
-        reason = f"{len(tied)} forms predict the held-out largest scale equally well (within one standard error); of these, the identified one with the lowest AICc"
+        reason = (
+            f"{len(tied)} forms predict the held-out largest scale equally well (within one standard error); of these, "
+            "identified ones first, the lowest AICc"
+        )
     return Selection(best, tied, wins, error, reason)

@@ -29,7 +29,7 @@ def quantities_of(table: Table) -> list[str]:
 
 
 def group(runs: pd.DataFrame) -> list[tuple[str, NDArray[np.int64]]]:
-    """Series of finished runs: split by draft head, study, target and K, then by what tells equal (scale, seed) apart."""
+    """Series of finished runs: split by draft head, study, target and K, then by what tells equal runs apart."""
     always = [c for c in ("draft", "study", "target", "draft_steps") if c in runs]
     splitters = ["draft_vocab_size", "parameters.trainable", "epochs", "steps", "train_identity", "point"]
     parts = [part for _, part in runs.groupby(always, dropna=False, sort=True)]
@@ -67,8 +67,8 @@ def _label(column: str, value: object) -> str:
 def prompt_replicates(
     table: Table, index: NDArray[np.int64], names: list[str], replicates: int, rng: np.random.Generator
 ) -> tuple[dict[str, Array | None], list[str]]:
-    """Each quantity of every finished run under resampled prompts, [R, n], NaN for a run without per-prompt records; None
-    where no run has them. Runs that only report an interval of tau get normal noise of that size."""
+    """Each quantity of every finished run under resampled prompts, [R, n], NaN for a run without per-prompt records;
+    None where no run has them. Runs that only report an interval of tau get normal noise of that size."""
     out: dict[str, Array | None] = dict.fromkeys(names)
     recorded = sorted(set(table.records["run"]) & set(index)) if not table.records.empty else []
     counts = table.counts(recorded) if recorded else None
@@ -93,7 +93,7 @@ def prompt_replicates(
 
 
 def _reported_error(table: Table, index: NDArray[np.int64]) -> Array:
-    """Standard error of tau from reported 95 % intervals: `tau_lo`, `tau_hi`, or the tasks' weighted by forwards. [n]"""
+    """Standard error of tau [n] from reported 95 % intervals: `tau_lo`, `tau_hi`, or the tasks' by their forwards."""
     runs = table.runs.loc[index]
     if {"tau_lo", "tau_hi"} <= set(runs):
         return ((runs["tau_hi"] - runs["tau_lo"]) / (2 * Z95)).to_numpy(dtype=float)

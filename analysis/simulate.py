@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import expit
 
-from analysis.bootstrap import Counts
+from analysis.bootstrap import Counts, seed_variance
 from analysis.forms import Array
 
 NODES, NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(31)
@@ -42,7 +43,7 @@ class Design:
 class Noise:
     """Standard deviations on the logit of alpha, and how alpha falls along the chain.
 
-    The defaults were set from the quick-start's design with the embedded model; `Noise.from_counts` measures them.
+    The defaults are assumptions; `measure_noise` measures them on a study with per-prompt records.
     """
 
     prompt_sd: float = 0.35
@@ -97,6 +98,36 @@ def simulate_from_logits(design: Design, logits: Array, noise: Noise, rng: np.ra
         forwards=forwards.astype(float),
         drafted=drafted.astype(float),
         accepted=accepted.astype(float),
+    )
+
+
+def measure_noise(counts: Counts, cell: NDArray[np.int64], doublings: Array, replicates: int = 300) -> Noise:
+    """Noise of a study by moments, on the first draft position, which has the most counts.
+
+    `cell` [n] numbers runs that differ in seed alone, `doublings` [n] = log2 of the data. Between prompts: the variance
+    of each prompt's acceptance, all runs together, less its binomial part. Between prompts' gains: the same for the
+    slope of acceptance in log2 data. Between seeds: as in the intervals. All moved to the logit by alpha (1 - alpha).
+    How alpha falls along the chain is not measured: the default stays.
+    """
+    drafted, accepted = counts.drafted[..., 0], counts.accepted[..., 0]
+    alpha = float(accepted.sum() / drafted.sum())
+    logit_slope = alpha * (1 - alpha)
+    rate = accepted.sum(0) / drafted.sum(0)
+    prompt = rate.var(ddof=1) - (alpha * (1 - alpha) / drafted.sum(0)).mean()
+    centred = doublings - doublings.mean()
+    run_rate = accepted / np.maximum(drafted, 1)
+    spread = (centred**2).sum()
+    gains = (centred[:, None] * run_rate).sum(0) / spread
+    binomial = ((centred**2)[:, None] * alpha * (1 - alpha) / np.maximum(drafted, 1)).sum(0) / spread**2
+    interaction = gains.var(ddof=1) - binomial.mean()
+    rng = np.random.default_rng(0)
+    miss = np.log1p(-counts.measure()["alpha_0"][0])
+    prompts = np.log1p(-counts.measure(counts.prompt_weights(replicates, rng))["alpha_0"])
+    seeds = seed_variance(miss, prompts, cell, doublings)
+    return Noise(
+        prompt_sd=float(np.sqrt(max(prompt, 0.0)) / logit_slope),
+        prompt_scale_sd=float(np.sqrt(max(interaction, 0.0)) / logit_slope),
+        seed_sd=float(np.sqrt(seeds.seed) / alpha),  # d log(1 - alpha) = -alpha d logit
     )
 
 

@@ -1,4 +1,4 @@
-"""Many small robust fits at once: variable-projection starts, then projected Levenberg-Marquardt, batched over datasets.
+"""Many small robust fits at once: variable-projection starts, then projected Levenberg-Marquardt, batched.
 
 One dataset has n runs; a batch has R of them (bootstrap replicates, left-out scales, profile values, starts). All inner
 work is numpy over the leading axis R, so 2,000 replicates of a three-parameter curve take well under a second.
@@ -163,7 +163,7 @@ def solve(
 def solve_many_starts(
     form: Form, inputs: Array, log_loss: Array, weight: Array, delta: float = HUBER
 ) -> tuple[Array, float, bool]:
-    """One dataset `log_loss` [n] from every start of the grid; the lowest objective wins: (theta [p], objective, ok)."""
+    """One dataset `log_loss` [n] from every start of the grid, the lowest objective: (theta [p], objective, ok)."""
     nu = form.starts()
     y = np.broadcast_to(log_loss, (len(nu), len(log_loss)))
     w = np.broadcast_to(weight, y.shape)

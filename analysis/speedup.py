@@ -21,7 +21,7 @@ def speedup_at(tau: float | Array, steps: int, cost: float) -> float | Array:
 @dataclass(frozen=True)
 class SpeedupModel:
     """speedup = tau / (1 + K c). `cost` c: a draft step in units of a target forward, overheads included, the mean of
-    what the measured points imply: c = (tau / speedup - 1) / K. `measured`, `modelled`: columns scale, x, speedup, lo, hi."""
+    what the measured points imply: c = (tau / speedup - 1) / K. `measured`, `modelled`: scale, x, speedup, lo, hi."""
 
     task: str
     cost: float

@@ -99,6 +99,7 @@ class SlopeComparison:
     second: str
     difference: Estimate
     probability: float
+    replicates: int
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ def _compare(series: list[Series]) -> list[SlopeComparison]:
         difference = draws_a - draws_b
         lo, hi = np.quantile(difference, [0.025, 0.975])
         estimate = Estimate(value_a - value_b, float(lo), float(hi), float(difference.std(ddof=1)))
-        out.append(SlopeComparison(a, b, estimate, float((difference > 0).mean())))
+        out.append(SlopeComparison(a, b, estimate, float((difference > 0).mean()), len(difference)))
     return out
 
 
@@ -299,12 +300,13 @@ def _warnings(table: Table, series: Iterable[Series]) -> list[str]:
         count = len(s.scales)
         if count < 3:
             out.append(
-                f"{s.label}: {count} data scale{'s' if count > 1 else ''}: no form can be checked, only a difference given"
+                f"{s.label}: {count} data scale{'s' if count > 1 else ''}: no form can be checked, only a difference "
+                "given"
             )
         elif count < 6:
             out.append(
-                f"{s.label}: {count} data scales tell a slope, not a ceiling: forms with two parameters can be fitted and "
-                "checked, the floor and the exponent of a saturating law cannot be told apart"
+                f"{s.label}: {count} data scales tell a slope, not a ceiling: forms with two parameters can be fitted "
+                "and checked, the floor and the exponent of a saturating law can hardly be told apart"
             )
         tau = s.fits.get("tau")
         if tau is not None and tau.seeds.freedom == 0:

@@ -43,7 +43,7 @@ def drawing() -> Iterator[None]:
     import matplotlib
 
     matplotlib.use("Agg")
-    settings = {
+    settings: dict[Any, Any] = {
         "svg.fonttype": "none",
         "pdf.fonttype": 42,
         "font.family": "sans-serif",
@@ -85,7 +85,8 @@ def svg_text(figure: Figure, name: str) -> str:
     import matplotlib
 
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    with matplotlib.rc_context({"figure.constrained_layout.use": False}):
+        figure.set_layout_engine(None)  # else every format lays it out anew, which takes most of the time
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -101,7 +102,7 @@ def save(figure: Figure, svg: str, stem: Path) -> None:
 
 
 def inline_svg(svg: str, name: str, alt: str, css_class: str) -> str:
-    """An SVG for the report: themed by CSS variables, ids made unique by `name`, described by `alt` to readers by ear."""
+    """An SVG for the report: themed by CSS variables, ids made unique by `name`, described by `alt`."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)

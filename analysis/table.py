@@ -1,7 +1,7 @@
 """Runs as a tidy table: a row a point, flat columns; beside it the per-prompt records and the training curves.
 
-Reads run folders and study folders (docs/architecture.md, "Result" and "Records"), and tidy CSV or Parquet files of other
-people's numbers. A point that has no readable result stays in the table, with its status and the reason.
+Reads run folders and study folders (docs/architecture.md, "Result" and "Records"), and tidy CSV or Parquet files of
+other people's numbers. A point that has no readable result stays in the table, with its status and the reason.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _read_result(folder: Path) -> dict[str, Any]:
 
 
 def _flatten(result: dict[str, Any]) -> dict[str, Any]:
-    """A flat row. `alpha` -> alpha_0..., `tau_replay` {task} -> tau.<task>, tau_lo.<task>..., other dicts -> key.sub."""
+    """A flat row: `alpha` -> alpha_0, ..., `tau_replay` {task} -> tau.<task>, tau_lo.<task>, ..., dicts -> key.sub."""
     row: dict[str, Any] = {}
     for key, value in result.items():
         if key == "alpha":

@@ -13,7 +13,7 @@ from analysis.inverse import data_for_tau
 from analysis.study import EXTRAPOLATE, Analysis, PositionModel, QuantityFit, Series
 from analysis.table import FAILED
 
-DASH = "–"
+DASH = "\u2013"  # for a value that is not there
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -81,17 +81,34 @@ def results_table(analysis: Analysis) -> pd.DataFrame:
                 if not at.empty:
                     value, lo, hi = at[["value", "lo", "hi"]].iloc[0]
                     row[name] = bracketed(value, lo, hi) if name == "tau" else number(value, 3)
-            rows.append(row | _decoded(own, analysis.table.tasks))
+            for prefix, title in (("decode_tau.", "tau decode"), ("speedup.", "speed-up")):
+                names = [c for task in analysis.table.tasks if (c := f"{prefix}{task}") in own]
+                measured = own[names].to_numpy(float)
+                if np.isfinite(measured).any():  # the mean of the runs and tasks that were decoded
+                    row[title] = number(float(np.nanmean(measured)), 3)
+            rows.append(row)
     return pd.DataFrame(rows).fillna(DASH)
 
 
-def _decoded(runs: pd.DataFrame, tasks: Sequence[str]) -> dict[str, str]:
-    out = {}
-    for task in tasks:
-        for column, title, unit in ((f"decode_tau.{task}", "tau decode", ""), (f"speedup.{task}", "speed-up", "x")):
-            if column in runs and runs[column].notna().any():
-                out[f"{title}, {task}"] = number(runs[column].mean(), 2) + unit
-    return out
+def decoded_table(analysis: Analysis) -> pd.DataFrame:
+    """A row a decoded run and task: tau by decoding beside tau by replay of the run's whole task, and speed-up."""
+    rows = []
+    for s in analysis.series:
+        for _, run in analysis.table.runs.loc[s.runs].sort_values(["data_scale", "seed"]).iterrows():
+            for task in analysis.table.tasks:
+                if pd.isna(run.get(f"decode_tau.{task}")):
+                    continue
+                row = {} if len(analysis.series) == 1 else {"draft head": s.label}
+                row |= {"data": f"{run['data_scale']:g}x", "seed": str(run["seed"]), "task": task}
+                for prefix, title in (("decode_", "decode"), ("", "replay")):
+                    row[f"tau {title}"] = number(run[f"{prefix}tau.{task}"], 3)
+                    if f"{prefix}tau_prompts.{task}" in run:
+                        row[f"prompts, {title}"] = number(run[f"{prefix}tau_prompts.{task}"], 0)
+                if f"speedup.{task}" in run:
+                    lo, hi = run.get(f"speedup_lo.{task}"), run.get(f"speedup_hi.{task}")
+                    row["speed-up"] = bracketed(run[f"speedup.{task}"], lo, hi, 2)
+                rows.append(row)
+    return pd.DataFrame(rows).fillna(DASH)
 
 
 def forms_table(fitted: QuantityFit) -> pd.DataFrame:
@@ -161,8 +178,8 @@ def extrapolation_table(s: Series, multiples: Sequence[float] = EXTRAPOLATE) -> 
         p = model.predict(data)
         row = {"model": title}
         for i, m in enumerate(multiples):
-            ends = (None, None) if p.lo is None or p.hi is None else (p.lo[i], p.hi[i])
-            row[f"tau at {m:g}x"] = bracketed(p.value[i], *ends, 2)
+            lo, hi = (None, None) if p.lo is None or p.hi is None else (p.lo[i], p.hi[i])
+            row[f"tau at {m:g}x"] = bracketed(p.value[i], lo, hi, 2)
             if p.run_lo is not None and p.run_hi is not None:
                 row[f"one new run at {m:g}x"] = interval(p.run_lo[i], p.run_hi[i])
         row["held-out error"] = DASH if model.held_out is None else f"{model.held_out:+.3f}"

@@ -74,7 +74,7 @@ class CaptureConfig:
 
 @dataclass
 class StoreConfig:
-    dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32
+    dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32 | fp8
     transcript_dtype: str = "fp32"  # of the evaluation transcripts: fp32 makes replay equal fp32 decoding exactly
     row_group_mib: int = 32
 
@@ -99,7 +99,7 @@ class DraftConfig:
     steps: int = 3  # K: training-time-test steps, and the chain length that is drafted
     vocab_size: int = 4096  # draft vocabulary D: the most frequent supervised tokens of the whole store
     init_lm_head: str = "target"  # target: the target's rows; random
-    init_layer: str = "random"  # random; target: the target's last layer, fc passing the top state through
+    init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
     attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
 
 
@@ -136,7 +136,7 @@ class OptimConfig:
 class EngineConfig:
     """How a training step is spread over processes."""
 
-    kind: str = "single"  # single | ddp | fsdp2 | hsdp
+    kind: str = "auto"  # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
 
 
@@ -153,12 +153,22 @@ class TaskConfig:
 
 
 @dataclass
+class TreeConfig:
+    """EAGLE-2's dynamic draft tree."""
+
+    depth: int = 5  # levels
+    top_k: int = 4  # nodes expanded a level, and children each
+    total: int = 16  # drafted tokens that are verified
+
+
+@dataclass
 class EvalConfig:
     tasks: list[TaskConfig] = field(default_factory=list)
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
     decode: bool = True
     decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
+    tree: TreeConfig | None = None  # besides the chain, also measure drafting a tree
     bootstrap: int = 1000
     generate_batch: int = 32  # prompts generated at once when transcripts are made
 
@@ -273,7 +283,8 @@ class Config:
     @property
     def eval_identity(self) -> dict[str, Any]:
         """What defines an evaluation of a trained head: a change of it re-evaluates, and does not retrain."""
-        return {"tasks": [asdict(t) for t in self.eval.tasks], "transcript_dtype": self.store.transcript_dtype}
+        tree = {"tree": asdict(self.eval.tree)} if self.eval.tree else {}
+        return {"tasks": [asdict(t) for t in self.eval.tasks], "transcript_dtype": self.store.transcript_dtype} | tree
 
 
 def digest(value: Any, length: int = 8) -> str:
@@ -286,18 +297,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "capture.backend": ("hf",),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
-    "store.dtype": ("bf16", "fp16", "fp32"),
+    "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
     "draft.kind": ("eagle3",),
     "draft.init_lm_head": ("target", "random"),
-    "draft.init_layer": ("random", "target"),
+    "draft.init_layer": ("target", "random"),
     "draft.attention": ("merge", "reference"),
     "train.regime": ("epochs", "steps"),
     "train.oov": ("drop", "keep"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("single", "ddp", "fsdp2", "hsdp"),
+    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local", "torchrun", "slurm"),

@@ -62,7 +62,7 @@ def find_package_file(spec: str) -> Path:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Hex fingerprint of a big file: size, first and last MiB. Tells versions of a file apart without reading it all."""
+    """Hex fingerprint of a big file: size, first and last MiB. Tells its versions apart without reading it all."""
     size, window = path.stat().st_size, 1 << 20
     with open(path, "rb") as f:
         head = f.read(window)

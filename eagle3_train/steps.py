@@ -196,7 +196,7 @@ STEPS: dict[str, Step] = {
         (
             "eagle3 train data.scale=4 seed=1",
             "eagle3 train tracker=wandb",
-            "torchrun --nproc-per-node 2 -m eagle3_train.train engine=ddp",
+            "torchrun --nproc-per-node 2 -m eagle3_train.train data.scale=4",
         ),
         is_job=True,
     ),

@@ -7,7 +7,10 @@ import json
 import mmap
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +20,7 @@ from eagle3_train.files import file_fingerprint, find_package_file, read_json, t
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SOURCE_FILE = "source.json"  # in a converted folder: what it was converted from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -57,8 +59,8 @@ def _downloaded(cfg: TargetConfig) -> Path:
             path = Path(snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=[*small, "*.bin"]))
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"target.model={cfg.model} is neither a local folder, nor a .gguf file, nor a hub model that could be fetched "
-            f"({type(e).__name__}). Without network, download it elsewhere and give the folder: target.model=FOLDER"
+            f"target.model={cfg.model} is neither a local folder, nor a .gguf file, nor a hub model that could be "
+            f"fetched ({type(e).__name__}). Without network, download it elsewhere and give its folder as target.model"
         ) from e
     return path
 
@@ -69,7 +71,7 @@ def _converted(source: Path, spec: str, folder: Path) -> Path:
         if read_json(folder / SOURCE_FILE) == identity:
             return folder
         say(f"{folder} was converted from another file than {spec}: converting anew")
-    say(f"converting {source.name} to a plain Hugging Face folder, once (about 40 s for 135M parameters)")
+    say(f"converting {source.name} to a plain Hugging Face folder, once; half a minute for a small model")
     aside = temporary_path(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -87,15 +89,13 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     """Dequantise into `folder`. The values stay fp32, as dequantised: nearly none of them is a bf16 or fp16 number."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    try:
+    with _quiet(), _gguf_parsed_once():
         model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-        # The loaded model calls itself quantised although its tensors are plain: a clean one, of the same class, does not.
-        config = {k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-        config.pop("_model_name_or_path", None)
+        # The loaded model calls itself quantised although its tensors are plain: a clean one of its class does not.
+        not_ours = ("quantization_config", "_name_or_path", "_model_name_or_path")
+        config = {k: v for k, v in model.config.to_dict().items() if k not in not_ours}
         with torch.device("meta"):
             plain = type(model)(type(model.config).from_dict(config))
         plain.load_state_dict(model.state_dict(), assign=True)
@@ -103,8 +103,36 @@ def _convert_gguf(source: Path, folder: Path) -> None:
         plain.generation_config = model.generation_config
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _gguf_parsed_once() -> Iterator[None]:
+    """transformers parses the file three times, and builds the map of tensor names once a submodule: with both kept, a
+    conversion takes a third of the time. Neither is changed by its users."""
+    import gguf
+
+    slow = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in slow.items():
+            setattr(gguf, name, cache(function))
+        yield
     finally:
-        logging.enable_progress_bar()
+        for name, function in slow.items():
+            setattr(gguf, name, function)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers' own: ours say what is going on."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _sync(folder: Path) -> None:
@@ -128,19 +156,16 @@ def _replace(aside: Path, folder: Path, identity: dict[str, str]) -> None:
 
 def load_target(
     folder: str | Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
-) -> nn.Module:
+) -> PreTrainedModel:
     """The target as a causal language model of transformers, for inference alone: eval mode, no gradients, SDPA."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    try:
+    with _quiet():
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
-    finally:
-        logging.enable_progress_bar()
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(
@@ -202,7 +227,7 @@ def weight_hash(folder: str | Path) -> str:
 
 
 def _tensor_digests(file: Path) -> list[str]:
-    """`name dtype shape sha256` of each tensor of a safetensors file: an 8-byte length, a JSON header, then the data."""
+    """`name dtype shape sha256` of each tensor of a safetensors file: an 8-byte length, a JSON header, the data."""
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
         base = 8 + int.from_bytes(view[:8], "little")
         header: dict[str, Any] = json.loads(bytes(view[8:base]))

@@ -127,6 +127,9 @@ class RandomHead:
         h = torch.tanh(h @ self.a + self.e[token])
         return h, h @ self.u
 
+    def expand(self, state: _State, tokens: Tensor, h: Tensor, depth: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+        return self.step(state, tokens, h)
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.vocab_ids[draft_ids]
 

@@ -18,7 +18,6 @@ ROOMS: dict[str, set[str]] = {
     "train": {"drafts", "store", "tracking"},
     "decode": {"drafts"},
     "evaluate": {"decode", "drafts", "store"},
-    "export": {"drafts"},
 }
 TOP: dict[str, set[str]] = {"launch": set(), "sweeps": {"launch"}, "analysis": set()}
 

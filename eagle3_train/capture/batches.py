@@ -24,8 +24,8 @@ def windows(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
 
 
 def by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Batches of rows (numbers into `lengths`), longest first; padded to its longest, a batch has at most `batch_tokens`
-    tokens, or is one sequence that alone has more."""
+    """Batches of rows (numbers into `lengths`), longest first; padded to its longest, a batch has at most
+    `batch_tokens` tokens, or is one sequence that alone has more."""
     batch: list[int] = []
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         if batch:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from eagle3_train.corpus import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.inference_mode()
 def continue_greedily(
-    model: nn.Module, prompts: list[Row], new_tokens: int, stop_ids: list[int], step: Callable[[int], None]
+    model: PreTrainedModel, prompts: list[Row], new_tokens: int, stop_ids: list[int], step: Callable[[int], None]
 ) -> list[Row]:
     """Each prompt with at most `new_tokens` more tokens, the stop token included; loss_mask covers the new ones.
 
@@ -32,7 +35,6 @@ def continue_greedily(
     for b, prompt in enumerate(prompts):
         ids[b, longest - len(prompt.input_ids) :] = torch.from_numpy(prompt.input_ids.astype(np.int64))
         mask[b, longest - len(prompt.input_ids) :] = 1
-    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     # Every rule that would bend the arg max is switched off: a model's own defaults may hold a repetition penalty.
     greedy = GenerationConfig(
         do_sample=False,
@@ -45,9 +47,9 @@ def continue_greedily(
     )
     own, model.generation_config = model.generation_config, greedy
     try:
-        out = model.generate(  # type: ignore[operator]
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
+        out: Any = model.generate(  # type: ignore[operator]
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
             generation_config=greedy,
             stopping_criteria=StoppingCriteriaList([Progress()]),
         )

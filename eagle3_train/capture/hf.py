@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,16 +12,19 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle3_train.corpus import Row
 from eagle3_train.store import Sequence
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LOGITS_AT_ONCE = 1 << 24  # elements of [positions, vocabulary] in memory at a time
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: PreTrainedModel) -> Any:
     """The decoder stack of a causal language model: what has `embed_tokens`, `layers` and the final `norm`.
 
     Raises:
         ValueError: the model keeps them elsewhere.
     """
-    decoder = model.get_decoder()  # type: ignore[operator]
+    decoder = model.get_decoder()
     missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(decoder, name)]
     if missing:
         raise ValueError(
@@ -37,7 +40,7 @@ class HiddenStates:
     pre-norm output of the last layer (transformers' own `hidden_states[n_layers]` is behind the norm).
     """
 
-    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...], dtype: torch.dtype, logsumexp: bool) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...], dtype: torch.dtype, logsumexp: bool) -> None:
         self.model, self.layer_ids, self.dtype, self.logsumexp = model, layer_ids, dtype, logsumexp
         self.decoder = decoder_of(model)
         self.device = self.decoder.embed_tokens.weight.device
@@ -66,8 +69,8 @@ class HiddenStates:
     def __call__(self, rows: list[Row]) -> list[Sequence]:
         """Sequences of `rows`, in the same order; hidden states [T, len(layer_ids), H] on the CPU."""
         lengths = [len(r.input_ids) for r in rows]
-        # Padding stands on the right, where causal attention never looks from a real token: no mask is needed, and without
-        # one SDPA takes its fused causal kernel. What comes out at the padding is not read.
+        # Padding stands on the right, where causal attention never looks from a real token: no mask is needed, and
+        # without one SDPA takes its fused causal kernel. What comes out at the padding is not read.
         ids_BT = pad_sequence([torch.from_numpy(r.input_ids.astype(np.int64)) for r in rows], batch_first=True)
         normed_BTH = self.decoder(input_ids=ids_BT.to(self.device), use_cache=False).last_hidden_state
         hidden_BTLH = torch.stack([self._seen[k].to(self.dtype) for k in self.layer_ids], 2).cpu()
@@ -87,14 +90,14 @@ class HiddenStates:
         ]
 
     def _head(self, normed_BTH: torch.Tensor, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """argmax [B, T] int32 and log-sum-exp [B, T] float32 where the next token is supervised; -1 and NaN elsewhere."""
+        """argmax [B, T] int32, log-sum-exp [B, T] float32 where the next token is supervised; -1 and NaN elsewhere."""
         shape = normed_BTH.shape[:2]
         wanted = np.zeros(shape, bool)
         for b, row in enumerate(rows):
             wanted[b, : len(row.loss_mask) - 1] = row.loss_mask[1:] == 1
         argmax, logsumexp = np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32)
         states_NH = normed_BTH[torch.from_numpy(wanted).to(self.device)]
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        head: Any = self.model.get_output_embeddings()
         cap = getattr(self.decoder.config, "final_logit_softcapping", None)
         top, norm = [], []
         for chunk in states_NH.split(max(1, LOGITS_AT_ONCE // head.weight.shape[0])):

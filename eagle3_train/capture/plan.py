@@ -46,13 +46,17 @@ class Job:
     def rows(self, shard: int) -> range:
         return shard_rows(self.spec.n_rows, self.spec.n_shards, shard)
 
-    @property
-    def missing_tokens(self) -> int:
-        return sum(int(self.lengths[r.start : r.stop].sum()) for r in map(self.rows, self.missing))
+    def tokens(self, shard: int) -> int:
+        rows = self.rows(shard)
+        return int(self.lengths[rows.start : rows.stop].sum())
+
+    def generated(self, shard: int) -> int:
+        """Tokens that the target generates for a shard, at most."""
+        return len(self.rows(shard)) * self.task.new_tokens if self.task else 0
 
     @property
     def missing_bytes(self) -> int:
-        return self.spec.estimate_bytes(self.missing_tokens)
+        return self.spec.estimate_bytes(sum(map(self.tokens, self.missing)))
 
 
 def layer_ids(cfg: CaptureConfig, n_layers: int) -> tuple[int, ...]:
@@ -81,7 +85,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     report = read_report(corpus)
     model = text_config(read_json(target / "config.json"))
     n_layers = model["num_hidden_layers"]
-    common = {
+    common: dict[str, Any] = {
         "target": cfg.target.name,
         "target_hash": weight_hash(target),
         "tokenizer_hash": tokenizer_hash(target),
@@ -104,7 +108,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         return Job(name, corpus / f"{name}.parquet", path, wanted, finished, task, missing)
 
     store, shards = cfg.paths.store, cfg.capture.shards
-    states = {"dtype": cfg.store.dtype, "compute_dtype": compute}
+    states: dict[str, Any] = {"dtype": cfg.store.dtype, "compute_dtype": compute}
     jobs = [job("train", store, shards, **states), job("validation", f"{store}/validation", shards, **states)]
     for task in cfg.eval.tasks:
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.

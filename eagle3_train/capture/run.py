@@ -6,16 +6,15 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from eagle3_train.config import Config
+from eagle3_train.config import Config, TaskConfig
 from eagle3_train.console import Bar, duration, progress_bar, say
-from eagle3_train.corpus import Row, read_rows
+from eagle3_train.corpus import Row, Template, read_rows
 from eagle3_train.device import DTYPES, resolve_device, tune_allocator
 from eagle3_train.store import Sequence, ShardWriter, finalize, missing_shards
 from eagle3_train.target import load_target, load_tokenizer, prepare_target, stop_ids
@@ -24,7 +23,10 @@ from .batches import by_length, windows
 from .generate import continue_greedily
 from .hf import HiddenStates
 from .plan import MAY_DIFFER, Job, plan, require_disk
-from .target_part import write_target
+from .target_part import has_target, write_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOG = "capture.jsonl"  # in the study's folder: a line a captured shard
 PROBE_TOKENS = 512
@@ -33,11 +35,11 @@ PROBE_TOKENS = 512
 def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """Fill the stores of a study (docs/capture.md): training, validation, and a transcript store a task.
 
-    Worker `rank` of `world` captures every world-th missing shard; whoever finishes a store's last one writes its manifest.
-    What is there already is never redone, so an interrupted capture continues.
+    Worker `rank` of `world` captures every world-th missing shard; whoever finishes a store's last one writes its
+    manifest. What is there already is never redone, so an interrupted capture continues.
 
-    Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far, where `mismatched`
-    of `compared` positions of a transcript have another arg max in the teacher-forced pass than the token generated there.
+    Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far. At
+    `mismatched` of the `compared` positions of transcripts the teacher-forced arg max is not the token generated.
 
     Raises:
         ValueError: no corpus, a store of another spec, a disk too small, states that are not finite.
@@ -45,26 +47,22 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     device = resolve_device(cfg.device)
     target = prepare_target(cfg.target, cfg.paths.target)
     jobs = plan(cfg, target, device)
-    units = [(job, shard) for job in jobs for shard in job.missing]
-    todo = units[rank::world]
-    _announce(cfg, jobs, rank)
-    log = Path(cfg.paths.study) / LOG
+    _announce(cfg, jobs, show=rank == 0)
+    worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
-        tune_allocator()
-        _run(cfg, target, device, todo, log, rank)
+        units = [(job, shard) for job in jobs for shard in job.missing]
+        worker.run(units[rank::world], jobs[0].compute_dtype)
         for job in jobs:
-            if not job.finished and not missing_shards(job.path, job.spec.n_shards):
+            if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
                 finalize(job.path, job.spec, MAY_DIFFER)
-    return _summary(log)
+    return _summary(worker.log)
 
 
-def _announce(cfg: Config, jobs: list[Job], rank: int) -> None:
+def _announce(cfg: Config, jobs: list[Job], show: bool) -> None:
     """Say what will be written, and refuse before any work when the disk is too small for it."""
     needed = sum(job.missing_bytes for job in jobs)
     free = require_disk(cfg.paths.store, needed)
-    if rank != 0:
-        return
-    for job in jobs:
+    for job in jobs if show else []:
         done = job.spec.n_shards - len(job.missing)
         state = f" ({done} of {job.spec.n_shards} shards are there)" if done else ""
         at_most = "at most " if job.task else ""
@@ -72,80 +70,94 @@ def _announce(cfg: Config, jobs: list[Job], rank: int) -> None:
             f"capture {job.name}: {job.spec.n_rows:,} sequences, {at_most}{job.lengths.sum():,} tokens, "
             f"{job.spec.estimate_bytes(int(job.lengths.sum())) / 1e6:,.1f} MB as {job.spec.dtype}{state}"
         )
-    if needed:
+    if needed and show:
         say(f"capture: {needed / 1e6:,.1f} MB to write" + (f", {free / 1e9:,.1f} GB free" if free is not None else ""))
 
 
-def _run(cfg: Config, target: Path, device: torch.device, todo: list[tuple[Job, int]], log: Path, rank: int) -> None:
-    """Capture `todo`. The target is loaded once a compute dtype, and not at all where nothing is left."""
-    groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)
-    for job, shard in todo:
-        groups[job.compute_dtype].append((job, shard))
-    for dtype, units in groups.items():
-        model = load_target(target, dtype, device, cfg.target.trust_remote_code)
-        rate = _probe(model, cfg.capture.batch_tokens)
-        tokens = sum(int(job.lengths[job.rows(s).start : job.rows(s).stop].sum()) for job, s in units)
-        if rank == 0:
-            say(f"capture: {tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}")
-            if units[0][0].task is None:
-                write_target(cfg.paths.store, target, model)
-        with progress_bar("capturing", tokens, "tokens", show=rank == 0) as bar:
-            for job, shard in units:
-                _shard(cfg, target, model, job, shard, bar, log)
+@dataclass(frozen=True)
+class Worker:
+    """One process of a capture. It knows nothing of the others: the shards it is given are its own."""
+
+    cfg: Config
+    target: Path
+    device: torch.device
+    rank: int
+
+    @property
+    def log(self) -> Path:
+        return Path(self.cfg.paths.study) / LOG
+
+    def run(self, units: list[tuple[Job, int]], train_dtype: torch.dtype) -> None:
+        """Capture `units` (job, shard). The target is loaded once a compute dtype, not at all if nothing is left."""
+        tune_allocator()
+        groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)
+        for job, shard in units:
+            groups[job.compute_dtype].append((job, shard))
+        write_ends = self.rank == 0 and not has_target(self.cfg.paths.store)
+        if write_ends:
+            groups.setdefault(train_dtype, [])
+        for dtype, mine in groups.items():
+            model = load_target(self.target, dtype, self.device, self.cfg.target.trust_remote_code)
+            if write_ends and dtype == train_dtype:
+                write_target(self.cfg.paths.store, self.target, model)
+            tokens = sum(job.tokens(shard) for job, shard in mine)
+            generated = sum(job.generated(shard) for job, shard in mine)
+            if self.rank == 0 and mine:
+                rate = _probe(model, self.cfg.capture.batch_tokens)
+                more = f", and the time to generate {generated:,} tokens" if generated else ""
+                say(f"capture: {tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}{more}")
+            show = self.rank == 0 and bool(mine)
+            with progress_bar("capturing", tokens + generated, "tokens", show=show) as bar:
+                for job, shard in mine:
+                    self.shard(model, job, shard, bar)
+
+    def shard(self, model: PreTrainedModel, job: Job, shard: int, bar: Bar) -> None:
+        """Capture one shard and log it."""
+        started = time.monotonic()
+        bar.update(0, note=job.name)
+        rows = list(read_rows(job.rows_file, job.rows(shard)))
+        if job.task is not None:
+            expected = bar.units + job.tokens(shard) + job.generated(shard)
+            rows = self._transcripts(model, job.task, rows, bar)
+            # A transcript may end before its limit: what was announced for it counts as done.
+            bar.update(expected - bar.units - sum(len(r.input_ids) for r in rows))
+        tokens = mismatched = compared = 0
+        with (
+            ShardWriter(job.path, shard, job.spec) as writer,
+            HiddenStates(model, job.spec.layer_ids, DTYPES[job.spec.dtype], job.spec.logsumexp) as states,
+        ):
+            for sequence in _sequences(states, rows, self.cfg.capture.batch_tokens, bar):
+                writer.add(sequence)
+                tokens += sequence.n_tokens
+                if job.task is not None:
+                    known = sequence.target_argmax[:-1] >= 0
+                    compared += int(known.sum())
+                    mismatched += int((sequence.target_argmax[:-1] != sequence.input_ids[1:])[known].sum())
+        line = {"store": job.name, "shard": shard, "tokens": tokens, "seconds": round(time.monotonic() - started, 3)}
+        with open(self.log, "a", encoding="utf-8") as f:
+            f.write(json.dumps(line | {"mismatched": mismatched, "compared": compared}) + "\n")
+
+    def _transcripts(self, model: PreTrainedModel, task: TaskConfig, prompts: list[Row], bar: Bar) -> list[Row]:
+        target = self.cfg.target
+        tokenizer = load_tokenizer(self.target, target.chat_template, target.trust_remote_code)
+        ends = Template(tokenizer, stop_ids(self.target, tokenizer), target.chat_template_args).ends
+        return continue_greedily(model, prompts, task.new_tokens, sorted(ends), bar.update)
 
 
 @torch.inference_mode()
-def _probe(model: nn.Module, batch_tokens: int) -> float:
+def _probe(model: PreTrainedModel, batch_tokens: int) -> float:
     """Tokens a second of the forward pass, measured on noise: one pass to warm up, one to time."""
-    device = next(model.parameters()).device
-    ids = torch.randint(
-        0, model.config.get_text_config().vocab_size, (1, min(batch_tokens, PROBE_TOKENS)), device=device
-    )
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, min(batch_tokens, PROBE_TOKENS)), device=model.device)
     for _ in range(2):
         started = time.monotonic()
-        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()  # type: ignore[operator]
+        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
     return ids.numel() / (time.monotonic() - started)
-
-
-def _shard(cfg: Config, target: Path, model: nn.Module, job: Job, shard: int, bar: Bar, log: Path) -> None:
-    """Capture one shard and log it."""
-    started = time.monotonic()
-    rows = list(read_rows(job.rows_file, job.rows(shard)))
-    bar.update(0, note=job.name)
-    if job.task is not None:
-        rows = _transcripts(cfg, target, model, job, rows)
-        bar.update(int(job.lengths[job.rows(shard).start : job.rows(shard).stop].sum()) - sum(map(_length, rows)))
-    tokens = mismatched = compared = 0
-    with (
-        ShardWriter(job.path, shard, job.spec) as writer,
-        HiddenStates(model, job.spec.layer_ids, DTYPES[job.spec.dtype], job.spec.logsumexp) as states,
-    ):
-        for sequence in _sequences(states, rows, cfg.capture.batch_tokens, bar):
-            writer.add(sequence)
-            tokens += sequence.n_tokens
-            if job.task is not None:
-                known = sequence.target_argmax[:-1] >= 0
-                compared += int(known.sum())
-                mismatched += int((sequence.target_argmax[:-1] != sequence.input_ids[1:])[known].sum())
-    line = {"store": job.name, "shard": shard, "tokens": tokens, "seconds": round(time.monotonic() - started, 3)}
-    with open(log, "a", encoding="utf-8") as f:
-        f.write(json.dumps(line | {"mismatched": mismatched, "compared": compared}) + "\n")
-
-
-def _length(row: Row) -> int:
-    return len(row.input_ids)
-
-
-def _transcripts(cfg: Config, target: Path, model: nn.Module, job: Job, prompts: list[Row]) -> list[Row]:
-    assert job.task is not None
-    tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
-    with progress_bar(f"generating {job.task.name}", len(prompts) * job.task.new_tokens, "tokens") as bar:
-        return continue_greedily(model, prompts, job.task.new_tokens, stop_ids(target, tokenizer), bar.update)
 
 
 def _sequences(states: HiddenStates, rows: list[Row], batch_tokens: int, bar: Bar) -> Iterator[Sequence]:
     """Sequences of `rows`, in order, though computed in batches of like lengths."""
-    lengths = [_length(r) for r in rows]
+    lengths = [len(r.input_ids) for r in rows]
     for window in windows(lengths, batch_tokens):
         found: dict[int, Sequence] = {}
         for batch in by_length([lengths[i] for i in window], batch_tokens):

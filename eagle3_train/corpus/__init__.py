@@ -2,5 +2,6 @@
 
 from .prepare import prepare, read_report
 from .rows import Row, read_lengths, read_rows
+from .template import Template
 
-__all__ = ["Row", "prepare", "read_lengths", "read_report", "read_rows"]
+__all__ = ["Row", "Template", "prepare", "read_lengths", "read_report", "read_rows"]

@@ -80,9 +80,9 @@ def _turn(turn: Any) -> tuple[str, Any]:
 def clean(turns: list[tuple[str, Any]]) -> list[Message]:
     """Messages as the target would see them in a chat.
 
-    Empty turns go; neighbours of one role are joined by a blank line; what an assistant says before any user, and what is
-    said after the last assistant, goes too: the first has no prompt, the second is never answered. Text of an assistant
-    loses its outer white space, which chat templates trim or which would fuse with the template's own.
+    Empty turns go; neighbours of one role are joined by a blank line; what an assistant says before any user, and what
+    is said after the last assistant, goes too: the first has no prompt, the second is never answered. Text of an
+    assistant loses its outer white space, which chat templates trim or which would fuse with the template's own.
 
     Raises:
         Unusable: an unknown role, content that is no text, or no answered user turn.
@@ -116,9 +116,8 @@ def _text(content: Any) -> str:
         return ""
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, dict) else p for p in content]
-        if not all(isinstance(p, str) for p in parts):
-            raise Unusable("content that is no text")
-        content = "\n".join(parts)
+        texts = [p for p in parts if isinstance(p, str)]
+        content = "\n".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise Unusable("content that is no text")
     try:

@@ -26,7 +26,7 @@ REPORT = "report.json"
 def prepare(cfg: Config) -> dict[str, Any]:
     """Write `paths.corpus`: train.parquet, validation.parquet, tasks/<task>.parquet, report.json. Returns the report.
 
-    Done once: with the same options and the same input files it does nothing; a relevant change redoes it, and is named.
+    Done once: with the same options and input files it does nothing; a change that matters redoes it, and is named.
 
     Raises:
         ValueError: a missing file, a template that cannot be masked, too few usable conversations.
@@ -99,14 +99,6 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
     """Write all row files; returns the report of each, by its path within the folder less `.parquet`."""
     corpus, wanted = cfg.corpus, cfg.corpus.sequences
     tallies = {"train": Tally(), "validation": Tally()}
-    with (
-        RowWriter(folder / "train.parquet") as writer,
-        progress_bar("tokenising", wanted or pool.size(held_out=False), "sequences") as bar,
-    ):
-        for _, row in _encoded(pool.walk(held_out=False), template, corpus, wanted, tallies["train"]):
-            writer.add(row)
-            bar.update(1)
-    _require(len(tallies["train"].lengths), wanted, "training", "corpus.sequences", tallies["train"])
     taken: set[str] = set()
     with RowWriter(folder / "validation.parquet") as writer:
         held_out = pool.walk(held_out=True)
@@ -114,7 +106,7 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
             writer.add(row)
             taken.add(group)
     n = len(tallies["validation"].lengths)
-    _require(n, corpus.validation_sequences, "held-out", "corpus.validation_sequences", tallies["validation"])
+    _require(n, corpus.validation_sequences, "held-out sequences", "corpus.validation_sequences", tallies["validation"])
     for task in cfg.eval.tasks:
         tally = tallies[f"tasks/{task.name}"] = Tally()
         with RowWriter(folder / "tasks" / f"{task.name}.parquet") as writer:
@@ -122,6 +114,14 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
                 writer.add(row)
                 tally.row(row)
         _require(len(tally.lengths), task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally)
+    with (
+        RowWriter(folder / "train.parquet") as writer,
+        progress_bar("tokenising", wanted or pool.size(held_out=False), "sequences") as bar,
+    ):
+        for _, row in _encoded(pool.walk(held_out=False), template, corpus, wanted, tallies["train"]):
+            writer.add(row)
+            bar.update(1)
+    _require(len(tallies["train"].lengths), wanted, "training sequences", "corpus.sequences", tallies["train"])
     return {name: tally.to_json() for name, tally in tallies.items()}
 
 

@@ -63,6 +63,7 @@ def show(report: dict[str, Any]) -> None:
     """Print a corpus report (docs/corpus.md) as a few lines and a table."""
     for name, source in report["sources"].items():
         unread = [f"{source['cut_bytes']:,} bytes cut at the end"] if source["cut_bytes"] else []
+        unread += ["the compressed stream ends too early"] if source["stream_cut"] else []
         unread += [f"{source['malformed']:,} malformed"] if source["malformed"] else []
         say(f"{name}: {source['conversations']:,} whole conversations" + (f" ({', '.join(unread)})" if unread else ""))
         for reason, n in source["dropped"].items():

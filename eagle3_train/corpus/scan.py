@@ -1,4 +1,4 @@
-"""JSON objects out of a byte stream, one at a time, whatever state the file is in: huge, or cut in the middle of a string."""
+"""JSON objects out of a byte stream, one at a time, whatever state it is in: huge, or cut in the middle of a string."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 # A whole string, a bracket, or a quote whose string is not whole in what has been read so far.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]|"', re.DOTALL)
@@ -22,13 +23,14 @@ class ScanReport:
     objects: int = 0
     malformed: int = 0  # whole by their brackets, but no JSON objects
     cut_bytes: int = 0  # at the end: an object that never closes
+    stream_cut: bool = False  # a compressed stream that ends too early
 
 
-def scan_objects(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
+def scan_objects(file: BufferedIOBase, report: ScanReport) -> Iterator[dict[str, Any]]:
     """The objects of `[{...}, {...}]`, or of objects one after another (JSON lines too), in file order.
 
-    Memory: one object and one chunk. Brackets are followed outside strings only, so each object is parsed once, when it is
-    whole. A malformed object is counted and passed over.
+    Memory: one object and one chunk. Brackets are followed outside strings only, so each object is parsed once, when it
+    is whole. A malformed object is counted and passed over.
     """
     buffer = b""
     position = 0  # scanned up to here
@@ -62,9 +64,9 @@ def scan_objects(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]
         report.cut_bytes = len(buffer) - start
 
 
-def scan_lines(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
-    """The objects of JSON lines. A malformed line is counted and passed over; a last line without its end counts as cut."""
-    for line in file:
+def scan_lines(file: BufferedIOBase, report: ScanReport) -> Iterator[dict[str, Any]]:
+    """The objects of JSON lines. A malformed line is counted and passed over; a last one without its end is cut."""
+    while line := _line(file, report):
         report.bytes += len(line)
         if not line.strip():
             continue
@@ -75,10 +77,24 @@ def scan_lines(file: BinaryIO, report: ScanReport) -> Iterator[dict[str, Any]]:
             report.malformed, report.cut_bytes = malformed, len(line)
 
 
-def _read(file: BinaryIO, size: int, report: ScanReport) -> bytes:
-    chunk = file.read(size)
+def _read(file: BufferedIOBase, size: int, report: ScanReport) -> bytes:
+    """`size` bytes, fewer only at the end. A stream that breaks off gives what came before, which `read` would lose."""
+    chunk = bytearray()
+    try:
+        while len(chunk) < size and (part := file.read1(size - len(chunk))):
+            chunk += part
+    except EOFError:
+        report.stream_cut = True
     report.bytes += len(chunk)
-    return chunk
+    return bytes(chunk)
+
+
+def _line(file: BufferedIOBase, report: ScanReport) -> bytes:
+    try:
+        return file.readline()
+    except EOFError:
+        report.stream_cut = True
+        return b""
 
 
 def _parse(raw: bytes, report: ScanReport) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ class SourceReport:
     conversations: int = 0  # whole records
     malformed: int = 0
     cut_bytes: int = 0
+    stream_cut: bool = False
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> conversations
 
     def to_json(self) -> dict[str, Any]:
@@ -50,18 +51,16 @@ def read_conversations(path: Path, format: str, name: str, report: SourceReport)
     scan = ScanReport()
     with open(path, "rb") as raw, progress_bar(f"reading {name}", path.stat().st_size, "bytes") as bar:
         opener = OPENERS.get(path.suffix)
-        file = opener(raw) if opener else raw
-        try:
-            for record in SCANNERS[format](file, scan):
-                try:
-                    yield conversation_of(record, name)
-                except Unusable as e:
-                    report.dropped[str(e)] += 1
-                if (position := raw.tell()) != bar.units:
-                    bar.update(position - bar.units)
-        except EOFError:  # a compressed file that is cut
-            scan.cut_bytes += 1
-        report.conversations, report.malformed, report.cut_bytes = scan.objects, scan.malformed, scan.cut_bytes
+        for record in SCANNERS[format](opener(raw) if opener else raw, scan):
+            try:
+                yield conversation_of(record, name)
+            except Unusable as e:
+                report.dropped[str(e)] += 1
+            if (position := raw.tell()) != bar.units:
+                bar.update(position - bar.units)
+        bar.update(path.stat().st_size - bar.units)
+    report.conversations, report.malformed = scan.objects, scan.malformed
+    report.cut_bytes, report.stream_cut = scan.cut_bytes, scan.stream_cut
 
 
 class Pool:

@@ -3,15 +3,16 @@
 The loss mask covers exactly what the target would generate: an assistant's text and its end-of-turn token. Two ways:
 
 - a template with `{% generation %}` markers says itself what is generated;
-- any other is rendered incrementally: the prompt of a turn is the conversation up to it with the generation prompt. Where
-  the prompt's token ids are a prefix of the conversation's, the turn is what follows, up to its end-of-turn token.
+- any other is rendered incrementally: the prompt of a turn is the conversation up to it with the generation prompt.
+  Where the prompt's token ids are a prefix of the conversation's, the turn is what follows, its end-of-turn token
+  included.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -52,13 +53,15 @@ class Template:
             *tokenizer.all_special_tokens
         }
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(special)))
+        self._special_ids = {tokenizer.convert_tokens_to_ids(t) for t in special}
         self.ends = set(ends)
         self._probe()
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         """The conversation as text; `prompt`: with the generation prompt at its end."""
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **self.args)
+        return cast(
+            str, self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **self.args)
+        )
 
     def ids(self, text: str) -> list[int]:
         # The template writes the special tokens, the first one too; `verbose`: length is our business, not a warning's.
@@ -76,8 +79,8 @@ class Template:
     def encode(self, messages: list[Message], max_length: int) -> Encoded:
         """A conversation that ends with an assistant's turn, at most `max_length` tokens of it.
 
-        A longer one loses whole turns at its end, such that an assistant's turn remains the last; where not even the first
-        fits, its text is cut.
+        A longer one loses whole turns at its end, such that an assistant's turn remains the last; where not even the
+        first fits, its text is cut.
 
         Raises:
             Unusable: with the reason.
@@ -99,7 +102,7 @@ class Template:
         )
 
     def _fit(self, messages: list[Message], turns: list[int], max_length: int) -> tuple[list[int], int]:
-        """Token ids of the longest run of whole turns that fits, and its assistant turns; the first one with 0 if none."""
+        """Token ids of the longest run of whole turns that fits, and how many; of the first, and 0, if none fits."""
         best: list[int] = []
         for kept, last in enumerate(turns):
             ids = self.ids(self._rendered(messages[: last + 1]))
@@ -123,7 +126,7 @@ class Template:
         return mask, context
 
     def _marked(self, messages: list[Message], ids: list[int]) -> tuple[np.ndarray, int]:
-        encoded = self.tokenizer.apply_chat_template(
+        encoded: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self.args
         )
         mask = np.array(encoded["assistant_masks"], np.uint8)

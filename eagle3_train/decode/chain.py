@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.loop import DraftHead, Generation, Proposal, Verdict, decode_speculative
+from eagle3_train.decode.loop import DraftHead, Generation, Proposal, Verdict, decode_speculative, widen
 from eagle3_train.decode.runner import TargetRunner
-from eagle3_train.decode.sampling import GREEDY, Sampling, accept_greedy, accept_sampled
+from eagle3_train.decode.sampling import GREEDY, Sampling, accept_chosen, accept_drawn, draw
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,14 @@ class Chain:
     steps: int
     sampling: Sampling = GREEDY
     greedy_draft: bool = False
+
+    @property
+    def depth(self) -> int:
+        return self.steps
+
+    @property
+    def shape(self) -> str:
+        return "chain"
 
     def propose(
         self, head: DraftHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
@@ -49,13 +57,11 @@ class Chain:
         return Proposal(torch.stack(tokens), q, head.target_ids(torch.arange(q.shape[1], device=q.device)))
 
     def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
-        if self.sampling.greedy:
-            accepted, emitted = accept_greedy(logits.argmax(-1), proposal.tokens)
+        if proposal.q is None:
+            accepted, emitted = accept_chosen(draw(logits, self.sampling, generator), proposal.tokens)
         else:
-            q = None
-            if proposal.q is not None and proposal.q_ids is not None:
-                q = proposal.q.new_zeros(len(proposal.q), logits.shape[1]).index_copy(1, proposal.q_ids, proposal.q)
-            accepted, emitted = accept_sampled(self.sampling.probs(logits), proposal.tokens, q, generator)
+            p = self.sampling.probs(logits)
+            accepted, emitted = accept_drawn(p, proposal.tokens, widen(proposal, p.shape[1]), generator)
         return Verdict(list(range(accepted)), emitted)
 
 
@@ -73,6 +79,4 @@ def decode_chain(
 ) -> Generation:
     """Chain decoding of one prompt; `decode_speculative` with a `Chain` of K = `steps` drafts."""
     chain = Chain(steps, sampling, greedy_draft)
-    return decode_speculative(
-        runner, head, chain, prompt_ids, max_new_tokens, stop_ids, sampling=sampling, generator=generator
-    )
+    return decode_speculative(runner, head, chain, prompt_ids, max_new_tokens, stop_ids, generator=generator)

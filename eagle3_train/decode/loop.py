@@ -26,10 +26,20 @@ class Proposal(NamedTuple):
     """Drafted tokens to verify in one target forward."""
 
     tokens: Tensor  # int64 [d]
-    q: Tensor | None = None  # [d, D] float32, what sampled tokens were drawn from; None: a deterministic draft
+    q: Tensor | None = (
+        None  # [rows, D] float32, what tokens were drawn from (a row a draft in a chain); None: not drawn
+    )
     q_ids: Tensor | None = None  # int64 [D]: target ids of the columns of q
     depths: Tensor | None = None  # int64 [d], for a tree: 0 for a child of the pending token; None: a chain
     parents: Tensor | None = None  # int64 [d], for a tree: row of the parent, -1 the pending token
+    q_nodes: Tensor | None = None  # int64 [rows of q], for a drawn tree: the node whose children each row of q gave
+
+
+def widen(proposal: Proposal, vocab_size: int) -> Tensor:
+    """q over the target's vocabulary: [d, V]."""
+    assert proposal.q is not None
+    assert proposal.q_ids is not None
+    return proposal.q.new_zeros(len(proposal.q), vocab_size).index_copy(1, proposal.q_ids, proposal.q)
 
 
 class Verdict(NamedTuple):
@@ -42,10 +52,25 @@ class Verdict(NamedTuple):
 class Proposer(Protocol):
     """A way to draft and to verify: chain or tree."""
 
+    @property
+    def depth(self) -> int:
+        """Drafts that a cycle can accept at most."""
+        ...
+
+    @property
+    def shape(self) -> str:
+        """Its name in records and tables."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        ...
+
     def propose(
-        self, head: DraftHead, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
+        self, head: Any, state: Any, h: Tensor, logits: Tensor, room: int, generator: torch.Generator | None
     ) -> Proposal:
-        """Draft from the last observed position, at most `room` tokens deep: the generation has no use for more."""
+        """Draft from the last observed position. The generation has no use for drafts more than `room` tokens deep."""
         ...
 
     def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
@@ -103,13 +128,13 @@ def decode_speculative(
     max_new_tokens: int,
     stop_ids: Sequence[int],
     *,
-    sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
 ) -> Generation:
     """Lossless speculative decoding: draft, verify in one target forward, keep what was accepted, roll back the rest.
 
-    Arguments as for `decode_plain`; `sampling` draws the first token, `proposer` all others.
+    Arguments as for `decode_plain`. `proposer` says how tokens are drawn, those without a draft too.
     """
+    sampling = proposer.sampling
     prompt = _start(runner, prompt_ids, max_new_tokens)
     stops = frozenset(stop_ids)
     state = head.new_state()
@@ -127,12 +152,15 @@ def decode_speculative(
             proposal = Proposal(pending[:0])
         base = runner.length
         verified = _forward(runner, pending, proposal, base)
-        path, emitted = proposer.verify(proposal, verified.logits, generator)
+        if left > 1:
+            path, emitted = proposer.verify(proposal, verified.logits, generator)
+        else:
+            path, emitted = [], draw(verified.logits, sampling, generator).tolist()
         rows = [0, *(row + 1 for row in path)]
         runner.keep(base, rows)
         next_ids, features = torch.tensor(emitted, device=runner.device), verified.features[rows]
         pending = next_ids[-1:]
-        emitted = _until_stop(emitted, stops)
+        emitted = _until_stop(emitted[:left], stops)
         out.tokens += emitted
         out.accepted.append(len(emitted) - 1)
     return out

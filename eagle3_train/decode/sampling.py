@@ -52,11 +52,14 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
     return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
 
 
-def accept_greedy(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
-    """Greedy chain verification: keep drafted tokens while they are the target's own choice.
+def accept_chosen(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
+    """Verification of a deterministic chain: keep drafted tokens while they are what the target chose.
+
+    With greedy choices this is greedy decoding. With sampled ones it is rejection sampling of a point mass, and as
+    lossless: draft x is kept with probability p(x), and any other token comes out with its own probability.
 
     Args:
-        choice: int64 [d + 1], the target's most likely token after the pending token and after each draft.
+        choice: int64 [d + 1], the target's choice after the pending token and after each draft.
         drafts: int64 [d].
 
     Returns:
@@ -72,16 +75,15 @@ def accept_greedy(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What a rejected draft from q leaves of p: max(p - q, 0), [V], not normalised."""
+    """What a rejected draft from q leaves of p: max(p - q, 0), normalised, [V]."""
     rest = (p - q).clamp_min(0)
+    total = rest.sum()
     # p = q up to rounding: a rejection has probability zero, up to rounding, and any choice is as good.
-    return rest if bool(rest.any()) else p
+    return rest / total if bool(total > 0) else p
 
 
-def accept_sampled(
-    p: Tensor, drafts: Tensor, q: Tensor | None, generator: torch.Generator | None
-) -> tuple[int, list[int]]:
-    """Rejection sampling of a chain (Leviathan et al. 2023, Chen et al. 2023): what it emits is distributed as p.
+def accept_drawn(p: Tensor, drafts: Tensor, q: Tensor, generator: torch.Generator | None) -> tuple[int, list[int]]:
+    """Rejection sampling of a drawn chain (Leviathan et al. 2023, Chen et al. 2023): what it emits is distributed as p.
 
     Draft x is accepted with probability min(1, p(x) / q(x)); at the first rejection the token is drawn from the
     residual max(p - q, 0), after the last acceptance from p.
@@ -89,20 +91,45 @@ def accept_sampled(
     Args:
         p: float32 [d + 1, V], the target's distribution after the pending token and after each draft.
         drafts: int64 [d].
-        q: float32 [d, V], what the drafts were drawn from; None: the drafts are deterministic (q is a point mass).
+        q: float32 [d, V], what the drafts were drawn from.
 
     Returns:
-        As `accept_greedy`.
+        As `accept_chosen`.
     """
     d = len(drafts)
     column = drafts[:, None]
-    q_drafted = q.gather(1, column)[:, 0] if q is not None else 1.0
     # The comparison is strict, so that p(x) = 0 is never accepted.
-    kept = torch.rand(d, device=p.device, generator=generator) * q_drafted < p[:d].gather(1, column)[:, 0]
+    uniform = torch.rand(d, device=p.device, generator=generator)
+    kept = uniform * q.gather(1, column)[:, 0] < p[:d].gather(1, column)[:, 0]
     accepted = int(kept.long().cumprod(0).sum())
-    rest = p[accepted]
-    if accepted < d:
-        point = torch.zeros_like(rest).index_fill(0, drafts[accepted], 1)
-        rest = residual(rest, q[accepted] if q is not None else point)
+    rest = p[accepted] if accepted == d else residual(p[accepted], q[accepted])
     bonus = torch.multinomial(rest, 1, generator=generator)
     return accepted, torch.cat((drafts[:accepted], bonus)).tolist()
+
+
+def accept_siblings(
+    p: Tensor, drafts: list[int], q: Tensor, generator: torch.Generator | None
+) -> tuple[int | None, int]:
+    """Multi-round rejection sampling of siblings drawn one after another, without replacement (Jeon et al. 2024).
+
+    Round j accepts x_j with probability min(1, p_j(x_j) / q_j(x_j)). A rejection leaves p_{j+1} = max(p_j - q_j, 0)
+    and, as x_j will not be drawn again, q_{j+1} = q_j without x_j, both normalised.
+
+    Args:
+        p: float32 [V], the target's distribution after the parent.
+        drafts: the siblings, distinct, in the order they were drawn. Where filters leave q fewer tokens than there are
+            siblings, the last ones have q = 0: they were never drawn, and are never accepted.
+        q: float32 [V], what the first was drawn from.
+
+    Returns:
+        The accepted sibling's index or None, and the token: that sibling's, or one drawn from what is left of p.
+    """
+    for j, x in enumerate(drafts):
+        if q[x] == 0:
+            break
+        if float(torch.rand((), device=p.device, generator=generator)) * float(q[x]) < float(p[x]):
+            return j, x
+        p = residual(p, q)
+        q = q.index_fill(0, torch.tensor(x, device=q.device), 0)
+        q = q / q.sum().clamp_min(torch.finfo(q.dtype).tiny)
+    return None, int(torch.multinomial(p, 1, generator=generator))

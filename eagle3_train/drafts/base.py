@@ -50,7 +50,7 @@ class DraftState:
     keys: Tensor  # [capacity, n_kv, d]
     values: Tensor
     length: int = 0
-    chain: int = 0  # steps taken since the last `observe`
+    chain: int = 0  # slots taken since the last `observe`: steps of a chain, or expanded nodes of a tree
 
     def reserve(self, size: int) -> None:
         """Make room for `size` positions; doubling, so that a long generation copies little."""
@@ -95,6 +95,15 @@ class Draft(nn.Module):
 
     def step(self, state: Any, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """One more step of the chain from the drafted `token` (a target id): (h [H], logits [D])."""
+        raise NotImplementedError
+
+    def expand(self, state: Any, tokens: Tensor, h: Tensor, depth: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """One more level of a draft tree, m nodes at once: (h [m, H], logits [m, D]).
+
+        tokens [m]: drafted at `depth` - 1, counted from 0 for the root's children; h [m, H]: outputs of the steps that
+        gave them; visible [m, S + m] bool: which of the S nodes expanded since `observe`, and of these m, lie on each
+        node's path, itself included.
+        """
         raise NotImplementedError
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:

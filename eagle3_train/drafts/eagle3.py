@@ -314,39 +314,57 @@ class Eagle3(Draft):
         state.chain = 0
         fused = self.fc(features.flatten(1).to(self.fc.weight.dtype))
         x = layer.join(layer.input_layernorm(self._embed(next_ids)), fused)
-        self._append(state, x, state.length)
+        positions = torch.arange(state.length, state.length + n, device=x.device)
+        self._append(state, x, state.length, positions)
         state.length += n
-        return self._attend_last(state, x[-1:], fused[-1:])
+        h, logits = self._attend(state, x[-1:], fused[-1:], positions[-1:], None)
+        return h[0], logits[0]
 
     @torch.no_grad()
     def step(self, state: DraftState, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h, logits = self._advance(state, token.view(1), h[None], state.chain + 1, None)
+        return h[0], logits[0]
+
+    @torch.no_grad()
+    def expand(
+        self, state: DraftState, tokens: Tensor, h: Tensor, depth: int, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        observed = visible.new_ones(len(visible), state.length)
+        return self._advance(state, tokens, h, depth, torch.cat((observed, visible), 1))
+
+    def _advance(
+        self, state: DraftState, tokens: Tensor, h: Tensor, depth: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Steps of m drafted tokens, all `depth` positions after the last observed one."""
         layer = self.layer
-        x = layer.join(layer.input_layernorm(self._embed(token.view(1))), h[None])
-        self._append(state, x, state.length + state.chain)
-        state.chain += 1
-        return self._attend_last(state, x, h[None])
+        x = layer.join(layer.input_layernorm(self._embed(tokens)), h)
+        positions = torch.full((len(x),), state.length - 1 + depth, device=x.device)
+        self._append(state, x, state.length + state.chain, positions)
+        state.chain += len(x)
+        return self._attend(state, x, h, positions, mask)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embed_tokens).to(self.fc.weight.dtype)
 
-    def _append(self, state: DraftState, x: Tensor, at: int) -> None:
-        """Keys of positions at, at+1, ...; a slot's index is its position, for observed tokens and chain alike."""
-        end = at + len(x)
+    def _append(self, state: DraftState, x: Tensor, slot: int, positions: Tensor) -> None:
+        """Keys and values into the slots from `slot` on, rotated at their own positions."""
+        end = slot + len(x)
         state.reserve(end)
         k, v = self.layer.self_attn.key_value(x)
-        state.keys[at:end] = self.rotary.rotate(k, torch.arange(at, end, device=x.device), end)
-        state.values[at:end] = v
+        state.keys[slot:end] = self.rotary.rotate(k, positions, end)
+        state.values[slot:end] = v
 
-    def _attend_last(self, state: DraftState, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The newest position attends to every slot before it and to itself. x [1, 2H], hidden [1, H]."""
+    def _attend(
+        self, state: DraftState, x: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x [m, 2H], hidden [m, H], mask [m, slots] bool; without one all slots are attended to (a chain's newest)."""
         layer = self.layer
         size = state.length + state.chain
-        position = torch.full((1,), size - 1, device=x.device)
-        q = self.rotary.rotate(layer.self_attn.query(x), position, size)
+        q = self.rotary.rotate(layer.self_attn.query(x), positions, size)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, state.keys[:size], state.values[:size]))
-        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
         hidden = layer.finish(hidden, attended)
-        return hidden[0], self.lm_head(self.norm(hidden))[0]
+        return hidden, self.lm_head(self.norm(hidden))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.vocab_ids[draft_ids]

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from eagle3_train.config import TaskConfig
 from eagle3_train.console import progress_bar, say
-from eagle3_train.decode.chain import decode_chain
-from eagle3_train.decode.loop import DraftHead, Generation, decode_plain
+from eagle3_train.decode.loop import DraftHead, Generation, Proposer, decode_plain, decode_speculative
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.evaluate.records import Record
 from eagle3_train.evaluate.summary import result_keys
@@ -32,68 +31,71 @@ def decode_tasks(
     transcripts_dir: str,
     tasks: Sequence[TaskConfig],
     prompts: int,
-    steps: int,
+    proposer: Proposer,
     stop_ids: Sequence[int],
     bootstrap: int,
     seed: int,
     *,
     show: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Decode the first `prompts` prompts of each task, to its `new_tokens`, plainly and with a chain of `steps` drafts.
+    """Decode the first `prompts` prompts of each task, to its `new_tokens`, plainly and with drafts (chain or tree).
 
     The two run one after the other on each prompt, in this process, over the same runner, cache, dtype and threads, and
-    take turns in going first; an untimed round warms both up.
+    take turns in going first; an untimed round warms both up. Sampled outputs differ in length and content, so with
+    sampling only the drafted run is made, seeded by `seed` and the prompt's number.
 
     Args:
         head: on the model's device.
         model: the target, in the dtype to decode in.
 
     Returns:
-        Records, and the keys that they give the result: tau_decode, speedup, decode_setup.
+        Records, and the keys that greedy chains give the result: tau_decode, speedup, decode_setup.
 
     Raises:
         ValueError: the target cannot be decoded, or a prompt does not fit it.
-        RuntimeError: in fp32, an output differs from plain decoding's and no tie explains it.
+        RuntimeError: in fp32, a greedy output differs from plain decoding's and no tie explains it.
     """
     records = []
     for task in tasks:
         transcripts = open_transcripts(transcripts_dir, task.name)
         runner = TargetRunner(model, transcripts.layer_ids)
         total = min(prompts, len(transcripts))
-        with progress_bar(f"decode {task.name}", total, "prompts", show=show) as bar:
+        fields = {
+            "task": task.name,
+            "method": "decode",
+            "temperature": proposer.sampling.temperature,
+            "shape": proposer.shape,
+        }
+        with progress_bar(f"decode {task.name}, {proposer.shape}", total, "prompts", show=show) as bar:
             for i, transcript in enumerate(transcripts.read(total)):
                 prompt_ids = torch.from_numpy(transcript.prompt_ids.astype("int64")).to(runner.device)
                 plain = partial(decode_plain, runner, prompt_ids, stop_ids=stop_ids)
-                chain = partial(decode_chain, runner, head, prompt_ids, stop_ids=stop_ids, steps=steps)
+                drafted = partial(decode_speculative, runner, head, proposer, prompt_ids, stop_ids=stop_ids)
                 if i == 0:
-                    for way in (plain, chain):
+                    for way in (plain, drafted):
                         way(max_new_tokens=min(WARM_UP_TOKENS, task.new_tokens))
-                ways = [chain, plain] if i % 2 else [plain, chain]
-                timed = {way: _timed(way, task.new_tokens, runner.device) for way in ways}
-                (own, plain_seconds), (drafted, seconds) = timed[plain], timed[chain]
-                records.append(
-                    Record.of_cycles(
-                        drafted.accepted,
-                        steps,
-                        task=task.name,
-                        method="decode",
-                        temperature=0.0,
-                        prompt=transcript.prompt_id,
-                        seconds=seconds,
-                        plain_seconds=plain_seconds,
-                        **compare(runner, prompt_ids, own.tokens, drafted.tokens, transcript.prompt_id),
-                    )
-                )
-                bar.update(1, f"speed-up {plain_seconds / seconds:.2f}")
+                if proposer.sampling.greedy:
+                    ways = [drafted, plain] if i % 2 else [plain, drafted]
+                    timed = {way: _timed(way, task.new_tokens) for way in ways}
+                    (own, plain_seconds), (out, seconds) = timed[plain], timed[drafted]
+                    more = compare(runner, prompt_ids, own.tokens, out.tokens, transcript.prompt_id)
+                    more["plain_seconds"] = plain_seconds
+                else:
+                    generator = torch.Generator(runner.device).manual_seed((seed << 32) + i)
+                    out, seconds = _timed(partial(drafted, generator=generator), task.new_tokens)
+                    more = {}
+                more |= {"prompt": transcript.prompt_id, "seconds": seconds}
+                records.append(Record.of_cycles(out.accepted, proposer.depth, **fields, **more))
+                bar.update(1)
     setup = {
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": runner.device.type,
+        "device": model.device.type,
         "threads": torch.get_num_threads(),
     }
     return records, result_keys(records, bootstrap, seed) | {"decode_setup": setup}
 
 
-def _timed(way: Callable[..., Generation], new_tokens: int, device: torch.device) -> tuple[Generation, float]:
+def _timed(way: Callable[..., Generation], new_tokens: int) -> tuple[Generation, float]:
     """What it generated, and the seconds it took."""
     start = time.perf_counter()
     out = way(max_new_tokens=new_tokens)  # ends with token ids on the host, so nothing is left in flight

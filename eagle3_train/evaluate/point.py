@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from eagle3_train.config import Config, digest
 from eagle3_train.console import console
+from eagle3_train.decode.chain import Chain
+from eagle3_train.decode.tree import Tree
 from eagle3_train.device import resolve_device
 from eagle3_train.drafts import Draft
 from eagle3_train.evaluate.decode import decode_tasks
@@ -44,8 +46,13 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     tasks = cfg.eval.tasks
     bootstrap, seed = cfg.eval.bootstrap, cfg.seed
 
+    tree = Tree(cfg.eval.tree.depth, cfg.eval.tree.top_k, cfg.eval.tree.total) if cfg.eval.tree else None
     started = time.perf_counter()
-    records, keys = replay_tasks(head, transcripts, tasks, device, bootstrap, seed, show=True)
+    records, keys = replay_tasks(
+        head, transcripts, tasks, device, bootstrap, seed, target_store=cfg.paths.store, show=True
+    )
+    if tree is not None:
+        records += replay_tasks(head, transcripts, tasks, device, bootstrap, seed, tree=tree, show=True)[0]
     seconds = {"replay": time.perf_counter() - started}
     result |= keys
     if target_model is not None:
@@ -54,20 +61,25 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         folder = prepare_target(cfg.target, cfg.paths.target)
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
-        prompts, steps = cfg.eval.decode_prompts, cfg.draft.steps
-        more, keys = decode_tasks(
-            head, target_model, transcripts, decoded, prompts, steps, stops, bootstrap, seed, show=True
-        )
+        for proposer in (Chain(cfg.draft.steps), tree):
+            if proposer is None:
+                continue
+            more, keys = decode_tasks(
+                head, target_model, transcripts, decoded, cfg.eval.decode_prompts, proposer, stops, bootstrap, seed,
+                show=True,
+            )  # fmt: skip
+            records += more
+            result |= keys
         seconds["decode"] = time.perf_counter() - started
-        records += more
-        result |= keys
+    rows = summary_rows(records, bootstrap, seed)
     result |= {
         "schema": SCHEMA,
         "wall_seconds": result.get("wall_seconds", {}) | seconds,
         "eval_identity": digest(cfg.eval_identity),
+        "evaluation": rows,
     }
     write_records(cfg.point_dir / "records.jsonl", records)
     # Last: a point with a result is one whose evaluation is whole.
     write_json(cfg.point_dir / "result.json", result)
-    console.print(evaluation_table(summary_rows(records, bootstrap, seed)))
+    console.print(evaluation_table(rows))
     return result

@@ -20,13 +20,16 @@ class Record:
     temperature: float
     prompt: str  # sample id
     tokens: int  # generated after the first one
-    forwards: int  # target forwards after the prompt's: cycles
-    drafted: list[int]  # [K] cycles that compared a draft at position i
-    accepted: list[int]  # [K] of these, cycles that accepted it
+    forwards: (
+        float  # target forwards after the prompt's: cycles; an expected number where a sampled transcript is replayed
+    )
+    drafted: list[float]  # [K] cycles that compared a draft at position i
+    accepted: list[float]  # [K] of these, cycles that accepted it
+    shape: str = "chain"  # of the draft
     # Decoding alone:
     seconds: float | None = None  # wall time of the whole generation with the draft head, the prompt's forward included
-    plain_seconds: float | None = None  # the same without it
-    lossless: bool | None = None  # whether both gave the same tokens
+    plain_seconds: float | None = None  # the same without it, where greedy
+    lossless: bool | None = None  # whether both gave the same tokens, where greedy
     first_difference: int | None = None  # where they did not: index of the first differing token
     logit_gap: float | None = None  # and how far apart the target's logits of the two tokens are there
 
@@ -38,7 +41,8 @@ class Record:
         the transcript's last token is never a draft, since its cycle emits it whatever the draft says. So a cycle with
         r tokens left compares at most min(K, r - 1) drafts.
         """
-        drafted_at, accepted_at = [0] * steps, [0] * steps
+        drafted_at: list[float] = [0] * steps
+        accepted_at: list[float] = [0] * steps
         tokens = sum(accepted) + len(accepted)
         left = tokens
         for a in accepted:

@@ -8,7 +8,7 @@ to anchor (accepted + 1 tokens on) gives decoding's cycles: those of `decode.dec
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,63 +16,123 @@ from torch import Tensor
 
 from eagle3_train.config import TaskConfig
 from eagle3_train.console import progress_bar
-from eagle3_train.drafts import DraftBatch
+from eagle3_train.decode.tree import Tree, TreeHead, match
+from eagle3_train.drafts import Draft, DraftBatch
 from eagle3_train.evaluate.records import Record
+from eagle3_train.evaluate.sampled import acceptance, expected_counts
 from eagle3_train.evaluate.summary import result_keys
-from eagle3_train.evaluate.transcripts import Transcript, open_transcripts
-
-
-class Predictor(Protocol):
-    """What replay needs of a draft head (`drafts.Draft`)."""
-
-    steps: int
-
-    def predict(self, batch: DraftBatch) -> Tensor: ...
+from eagle3_train.evaluate.transcripts import Transcript, Transcripts, open_transcripts
+from eagle3_train.store import read_target_part
 
 
 def replay_tasks(
-    head: Predictor,
+    head: Draft,
     transcripts_dir: str,
     tasks: Sequence[TaskConfig],
     device: torch.device,
     bootstrap: int,
     seed: int,
     *,
-    dtype: torch.dtype = torch.float32,
+    tree: Tree | None = None,
+    target_store: str | None = None,
     batch_tokens: int = 8192,
     show: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Replay all transcripts of `tasks` (`<transcripts_dir>/<task>`, each a store).
+    """Replay all transcripts of `tasks` (`<transcripts_dir>/<task>`, each a store), greedy or sampled as they are.
+
+    All is computed in fp32: on fp32 transcripts replay then equals decoding in fp32.
 
     Args:
-        dtype: compute dtype; fp32, on fp32 transcripts, makes replay equal decoding in fp32.
+        head: on `device`, in fp32.
+        tree: draft this tree instead of a chain.
+        target_store: a store of the same target, whose final norm and head chains of sampled transcripts need.
         batch_tokens: transcripts are predicted together up to so many tokens, prompts included.
         show: with a progress bar.
 
     Returns:
-        Records, and the keys that they give the result: alpha, alpha_lo, alpha_hi [K], alpha_by_task, tau_replay.
+        Records, and the keys that chains give the result: alpha, alpha_lo, alpha_hi [K], alpha_by_task, tau_replay.
+
+    Raises:
+        ValueError: transcripts are missing or not transcripts, or cannot be replayed as asked.
     """
     records = []
     for task in tasks:
         transcripts = open_transcripts(transcripts_dir, task.name)
+        fields = {"task": task.name, "method": "replay", "temperature": transcripts.sampling.temperature}
         with progress_bar(f"replay {task.name}", len(transcripts), "prompts", show=show) as bar:
-            for transcript, accepted in replay(head, transcripts.read(), device, dtype, batch_tokens):
-                fields = {"task": task.name, "method": "replay", "temperature": 0.0, "prompt": transcript.prompt_id}
-                records.append(Record.of_cycles(accepted, head.steps, **fields))
+            for record in _replayed(head, transcripts, device, tree, target_store, batch_tokens, fields):
+                records.append(record)
                 bar.update(1)
     return records, result_keys(records, bootstrap, seed)
 
 
+def _replayed(
+    head: Draft,
+    transcripts: Transcripts,
+    device: torch.device,
+    tree: Tree | None,
+    target_store: str | None,
+    batch_tokens: int,
+    fields: dict[str, Any],
+) -> Iterator[Record]:
+    """One record a transcript, by the way that fits."""
+    sampling = transcripts.sampling
+    if tree is not None:
+        # A tree's candidates are deterministic: whether the target chose greedily or by chance, its choice decides.
+        for t in transcripts.read():
+            cycles = replay_tree(head, tree, t, device)
+            yield Record.of_cycles(cycles, tree.depth, prompt=t.prompt_id, shape=tree.shape, **fields)
+    elif sampling.greedy:
+        for t, cycles in replay(head, transcripts.read(), device, batch_tokens):
+            yield Record.of_cycles(cycles, head.steps, prompt=t.prompt_id, **fields)
+    else:
+        if target_store is None:
+            raise ValueError("sampled transcripts need the target's final norm and head: give target_store")
+        part = read_target_part(target_store)
+        for t in transcripts.read():
+            accept = acceptance(head, part, t, sampling, device)
+            forwards, drafted, accepted = expected_counts(accept)
+            yield Record(
+                tokens=len(accept),
+                forwards=forwards,
+                drafted=drafted.tolist(),
+                accepted=accepted.tolist(),
+                prompt=t.prompt_id,
+                **fields,
+            )
+
+
 def replay(
-    head: Predictor, transcripts: Iterable[Transcript], device: torch.device, dtype: torch.dtype, batch_tokens: int
+    head: Draft, transcripts: Iterable[Transcript], device: torch.device, batch_tokens: int
 ) -> Iterator[tuple[Transcript, list[int]]]:
-    """Each transcript with the accepted drafts of its cycles."""
+    """Each transcript with the accepted drafts of its cycles, chains drafted greedily."""
     for group in _batches(transcripts, batch_tokens):
-        batch = DraftBatch.collate([t.sequence for t in group], device, dtype)
+        batch = DraftBatch.collate([t.sequence for t in group], device, torch.float32)
         with torch.inference_mode():
             runs = accepted_runs(head.predict(batch), batch.input_ids).cpu().numpy()
         for transcript, start, stop in zip(group, batch.starts[:-1], batch.starts[1:], strict=True):
             yield transcript, walk(runs[start:stop], transcript.prompt_length)
+
+
+@torch.inference_mode()
+def replay_tree(head: TreeHead, tree: Tree, transcript: Transcript, device: torch.device) -> list[int]:
+    """Accepted drafts of each cycle of one transcript: each visited anchor's tree, followed along the transcript."""
+    ids = torch.from_numpy(transcript.sequence.input_ids.astype(np.int64))
+    features = transcript.sequence.hidden[:, :-1].float().to(device)
+    text = ids.tolist()
+    ids = ids.to(device)
+    state = head.new_state()
+    cycles = []
+    observed, anchor, last = 0, transcript.prompt_length - 1, len(text) - 2
+    while anchor < last:
+        h, logits = head.observe(state, ids[observed + 1 : anchor + 2], features[observed : anchor + 1])
+        observed = anchor + 1
+        proposal = tree.propose(head, state, h, logits)
+        assert proposal.parents is not None
+        matched = match(proposal.tokens.tolist(), proposal.parents.tolist(), text[anchor + 2 :])
+        cycles.append(min(len(matched), last - anchor - 1))
+        anchor += cycles[-1] + 1
+    return cycles
 
 
 def accepted_runs(drafted: Tensor, input_ids: Tensor) -> Tensor:

@@ -43,27 +43,28 @@ class Bootstrap:
 
 
 def summary_rows(records: Iterable[Record], resamples: int, seed: int) -> list[dict[str, Any]]:
-    """One row a (task, temperature, method), in order of appearance.
+    """One row a (task, temperature, method, shape of the draft), in order of appearance.
 
-    Keys: task, temperature, method, prompts, tokens, forwards, tau, tau_lo, tau_hi, alpha, alpha_lo, alpha_hi (each
-    [K]; None where no cycle got that far); and for decoding speedup, speedup_lo, speedup_hi, plain_tokens_per_s,
-    draft_tokens_per_s, lossless (prompts whose output is the target's own).
+    Keys: task, temperature, method, shape, prompts, tokens, forwards, tau, tau_lo, tau_hi, alpha, alpha_lo, alpha_hi
+    (each [K]; None where no cycle got that far); and for greedy decoding speedup, speedup_lo, speedup_hi,
+    plain_tokens_per_s, draft_tokens_per_s, lossless (prompts whose output is the target's own).
     """
-    groups: dict[tuple[str, float, str], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[Record]] = {}
     for r in records:
-        groups.setdefault((r.task, r.temperature, r.method), []).append(r)
-    return [_row(key, group, resamples, seed) for key, group in groups.items()]
+        groups.setdefault((r.task, r.temperature, r.method, r.shape), []).append(r)
+    return [
+        dict(zip(("task", "temperature", "method", "shape"), key, strict=True)) | _row(group, resamples, seed)
+        for key, group in groups.items()
+    ]
 
 
-def _row(key: tuple[str, float, str], group: list[Record], resamples: int, seed: int) -> dict[str, Any]:
-    task, temperature, method = key
+def _row(group: list[Record], resamples: int, seed: int) -> dict[str, Any]:
     bootstrap = Bootstrap([len(group)], resamples, seed)
     tokens, forwards = [r.tokens for r in group], [r.forwards for r in group]
-    row: dict[str, Any] = {"task": task, "temperature": temperature, "method": method, "prompts": len(group)}
-    row |= {"tokens": sum(tokens), "forwards": sum(forwards)}
+    row: dict[str, Any] = {"prompts": len(group), "tokens": sum(tokens), "forwards": sum(forwards)}
     row |= _named("tau", bootstrap.ratio(tokens, forwards))
     row |= _named("alpha", bootstrap.ratio([r.accepted for r in group], [r.drafted for r in group]))
-    if group[0].seconds is not None:
+    if group[0].plain_seconds is not None:
         seconds, plain = [r.seconds for r in group], [r.plain_seconds for r in group]
         row |= _named("speedup", bootstrap.ratio(plain, seconds))
         generated = [r.tokens + 1 for r in group]
@@ -95,8 +96,8 @@ def _plain(x: np.ndarray) -> Any:
 
 
 def result_keys(records: Sequence[Record], resamples: int, seed: int) -> dict[str, Any]:
-    """What greedy records say for `result.json` (docs/architecture.md): alpha of replay, tau by method, speed-up."""
-    records = [r for r in records if r.temperature == 0]
+    """What greedy chains say for `result.json` (docs/architecture.md): alpha of replay, tau by method, speed-up."""
+    records = [r for r in records if r.temperature == 0 and r.shape == "chain"]
     result: dict[str, Any] = {}
     for row in summary_rows(records, resamples, seed):
         task, method = row["task"], row["method"]

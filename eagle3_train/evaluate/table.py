@@ -11,14 +11,25 @@ def evaluation_table(rows: list[dict[str, Any]]) -> Table:
     """Of `summary.summary_rows`."""
     steps = max((len(row["alpha"]) for row in rows), default=0)
     table = Table(title="Acceptance (intervals: 95 %, bootstrap over prompts)")
-    columns = ("task", "T", "method", "tau", *(f"alpha {i}" for i in range(steps)), "speed-up", "prompts", "tokens")
+    columns = (
+        "task",
+        "T",
+        "method",
+        "draft",
+        "tau",
+        *(f"alpha {i}" for i in range(steps)),
+        "speed-up",
+        "prompts",
+        "tokens",
+    )
     for name in columns:
-        table.add_column(name, justify="left" if name in ("task", "method") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("task", "method", "draft") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["task"],
             f"{row['temperature']:g}",
             row["method"],
+            row["shape"],
             _interval(row, "tau"),
             *(_number(a) for a in row["alpha"]),
             *[""] * (steps - len(row["alpha"])),

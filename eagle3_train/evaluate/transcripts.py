@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eagle3_train.decode.sampling import Sampling
 from eagle3_train.store import Sequence, Store
 
 
@@ -52,7 +53,13 @@ class Transcripts:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Input layers of the draft head: all that are stored but the final one."""
-        return tuple(self.store.manifest.spec.layer_ids[:-1])
+        return tuple(self.store.spec.layer_ids[:-1])
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the target chose the tokens."""
+        how = self.store.spec.sampling
+        return Sampling(how.get("temperature", 0.0), how.get("top_p", 1.0), how.get("top_k", 0))
 
     def read(self, count: int | None = None) -> Iterator[Transcript]:
         """The first `count`, in the store's order; all by default."""

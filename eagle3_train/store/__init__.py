@@ -1,12 +1,14 @@
 """The hidden-state store: sharded Parquet that is verified, elastic and read row by row. Format: docs/store.md."""
 
 from .counts import token_counts
+from .index import Index
 from .loader import Loader
-from .manifest import Index, Manifest, ShardEntry, finalize
+from .manifest import Manifest, ShardEntry, finalize
 from .plan import BatchPlan, prefix_for_tokens
 from .reader import Store, concatenate
 from .schema import CONVENTION, Sequence, StoreSpec
 from .target import TargetPart, read_target_part, write_target_part
+from .transform import merge, prune
 from .verify import Problem
 from .writer import ShardWriter, missing_shards, shard_name, shard_rows
 
@@ -25,8 +27,10 @@ __all__ = [
     "TargetPart",
     "concatenate",
     "finalize",
+    "merge",
     "missing_shards",
     "prefix_for_tokens",
+    "prune",
     "read_target_part",
     "shard_name",
     "shard_rows",

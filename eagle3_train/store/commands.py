@@ -1,4 +1,4 @@
-"""`eagle3 store finalize | info | verify | sample`: look after a store by hand."""
+"""`eagle3 store info | verify | sample | finalize | merge | prune`: look after a store by hand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from rich.table import Table
 
 from eagle3_train.console import console, progress_bar, say
 
+from .codec import DTYPES
 from .folder import Folder
-from .manifest import finalize
+from .manifest import Manifest, finalize
 from .reader import Store
 from .schema import Sequence
+from .transform import merge, prune
 from .verify import verify
 from .writer import read_spec
 
@@ -33,9 +35,28 @@ def main(argv: list[str]) -> int:
     sample.add_argument("--rows", type=int, nargs="+", default=[0], help="rows in the store's order (default: 0)")
     write = command("finalize", "Write index and manifest of a store whose shards are all there.")
     write.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="spec fields that may differ")
+    joined = commands.add_parser("merge", help="Write one store of the sequences of several.")
+    joined.add_argument("path", nargs="+", help="the stores: same target, layers and dtype")
+    joined.add_argument("--seed", type=int, default=0, help="of the order of the rows: the corpus's (default: 0)")
+    less = command("prune", "Write a smaller store: fewer rows, or a smaller dtype.")
+    less.add_argument("--rows", type=int, help="keep the first ROWS")
+    less.add_argument("--tokens", type=int, help="keep the shortest prefix of at least TOKENS")
+    less.add_argument("--sources", nargs="+", help="keep only rows of these sources")
+    less.add_argument("--dtype", choices=list(DTYPES), help="of the new store (default: as it is)")
+    for sub in (joined, less):
+        sub.add_argument("--out", required=True, help="the new store")
+        sub.add_argument("--shards", type=int, help="of the new store (default: as many for as much)")
     args = parser.parse_args(argv)
     if args.command == "finalize":
         return _finalize(args.path, args.allow)
+    if args.command == "merge":
+        total = sum(Store.open(path).manifest.tokens for path in args.path)
+        with progress_bar("merge", total, "tokens") as bar:
+            return _written(args.out, merge(args.path, args.out, args.seed, args.shards, bar.update))
+    if args.command == "prune":
+        with progress_bar("prune", args.tokens or Store.open(args.path).manifest.tokens, "tokens") as bar:
+            choice = (args.rows, args.tokens, args.sources, args.dtype, args.shards)
+            return _written(args.out, prune(args.path, args.out, *choice, bar.update))
     store = Store.open(args.path)
     if args.command == "info":
         return _info(store)
@@ -49,7 +70,10 @@ def _finalize(path: str, allow: list[str]) -> int:
     shards = sorted(name for name in folder.sizes() if name.startswith("shard-"))
     if not shards:
         raise ValueError(f"{path} holds no shards: run eagle3 capture")
-    manifest = finalize(path, read_spec(folder, shards[0]), allow)
+    return _written(path, finalize(path, read_spec(folder, shards[0]), allow))
+
+
+def _written(path: str, manifest: Manifest) -> int:
     say(f"{path}: {manifest.rows:,} rows, {manifest.tokens:,} tokens, fingerprint {manifest.fingerprint}")
     return 0
 

@@ -24,6 +24,7 @@ class Folder:
 
     def __init__(self, uri: str | Path) -> None:
         self.uri = str(uri)
+        self._base, _, self._options = self.uri.partition("?") if "://" in self.uri else (self.uri, "", "")
         if "://" not in self.uri:
             self.fs: pafs.FileSystem = pafs.LocalFileSystem()
             self.root = os.path.abspath(os.path.expanduser(self.uri))
@@ -42,7 +43,10 @@ class Folder:
 
     def show(self, name: str) -> str:
         """The file as a person would write it, for messages."""
-        return f"{self.uri.rstrip('/')}/{name}"
+        return f"{self._base.rstrip('/')}/{name}"
+
+    def child(self, name: str) -> Folder:
+        return Folder(self.show(name) + ("?" + self._options if self._options else ""))
 
     def sizes(self) -> dict[str, int]:
         """Names of the files in the folder itself -> bytes; empty where there is no such folder."""

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from .folder import Folder
+from .index import INDEX, INDEX_SCHEMA
 from .schema import CONTENT_KEY, HIDDEN, SCHEMA_VERSION, StoreSpec
 from .writer import (
     PREFIX,
@@ -31,19 +31,7 @@ from .writer import (
     spec_of,
 )
 
-MANIFEST, INDEX = "manifest.json", "index.parquet"
-INDEX_SCHEMA = pa.schema(
-    [
-        pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("row_group", pa.int32(), nullable=False),
-        pa.field("row", pa.int32(), nullable=False),  # within the row group
-        pa.field("n_tokens", pa.int32(), nullable=False),
-        pa.field("n_supervised", pa.int32(), nullable=False),
-        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-        pa.field("offset", pa.int64(), nullable=False),  # of the row's hidden states in the shard's file
-    ]
-)
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -233,74 +221,3 @@ def _parquet_bytes(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_statistics=False)
     return sink.getvalue().to_pybytes()
-
-
-class Index:
-    """`index.parquet`, a column at a time when it is asked for: a hundred million rows must not wait for their names.
-
-    Columns as numpy arrays [rows]: `shard`, `row_group`, `row`, `n_tokens`, `n_supervised` (int32), `offset` (int64).
-    """
-
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self._folder = folder
-        where = folder.show(INDEX)
-        try:
-            with folder.open(INDEX) as f:
-                rows = pq.read_metadata(f).num_rows
-        except (pa.ArrowException, OSError) as e:
-            raise ValueError(
-                f"{where} cannot be read ({e}): write it again with: eagle3 store finalize {folder.uri}"
-            ) from e
-        if rows != manifest.rows:
-            raise ValueError(
-                f"{where} has {rows} rows and the manifest {manifest.rows}: write both again with: "
-                f"eagle3 store finalize {folder.uri}"
-            )
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def _load(self, *names: str) -> pa.Table:
-        with self._folder.open(INDEX) as f:
-            return pq.ParquetFile(f).read(list(names), use_threads=False)
-
-    @cached_property
-    def n_tokens(self) -> np.ndarray:
-        return self._load("n_tokens")["n_tokens"].to_numpy()
-
-    @cached_property
-    def n_supervised(self) -> np.ndarray:
-        return self._load("n_supervised")["n_supervised"].to_numpy()
-
-    @cached_property
-    def _places(self) -> dict[str, np.ndarray]:
-        """Where a row lies: needed together, by whoever reads rows."""
-        table = self._load("shard", "row_group", "row", "offset")
-        return {name: table[name].to_numpy() for name in table.column_names}
-
-    @property
-    def shard(self) -> np.ndarray:
-        return self._places["shard"]
-
-    @property
-    def row_group(self) -> np.ndarray:
-        return self._places["row_group"]
-
-    @property
-    def row(self) -> np.ndarray:
-        return self._places["row"]
-
-    @property
-    def offset(self) -> np.ndarray:
-        return self._places["offset"]
-
-    @cached_property
-    def sample_id(self) -> pa.ChunkedArray:
-        """Strings, in Arrow: `index.sample_id[row].as_py()`."""
-        return self._load("sample_id")["sample_id"]
-
-    @cached_property
-    def source(self) -> pa.ChunkedArray:
-        """Dictionary-encoded strings, in Arrow."""
-        return self._load("source")["source"]

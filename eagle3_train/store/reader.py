@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from .codec import DTYPES, decode, read_dtype
 from .folder import Folder, RangeReader
-from .manifest import Index, Manifest
-from .schema import DTYPES, HIDDEN, Sequence, StoreSpec, arrow_schema
+from .index import Index
+from .manifest import Manifest
+from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
 from .verify import Problem, verify
 from .writer import PREFIX, remedy
 
@@ -36,7 +38,7 @@ class Store:
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self.index = Index(folder, manifest)
+        self.index = Index(folder, manifest.rows)
         self._columns = [f.name for f in arrow_schema(manifest.spec) if f.name != HIDDEN]
         self._shards: _Cache[int, _Shard] = _Cache(OPEN_SHARDS, lambda _: 1)
         self._groups: _Cache[tuple[int, int], _Group] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)
@@ -114,7 +116,7 @@ class Store:
         lengths = index.n_tokens[wanted].astype(np.int64)
         ends = np.cumsum(lengths)
         shape = (int(lengths.sum()), len(spec.layer_ids), spec.hidden_size)
-        batch = torch.empty(shape, dtype=DTYPES[spec.dtype])
+        batch = torch.empty(shape, dtype=read_dtype(spec.dtype))
         memory = batch.flatten().view(torch.uint8).numpy().data
 
         def read_row(
@@ -126,7 +128,12 @@ class Store:
             if len(values["input_ids"]) != n_tokens:
                 raise ValueError(f"{shard.where} does not hold what the index says of row {row}: {remedy(shard.where)}")
             start = end - n_tokens
-            shard.read_hidden(offset, memory[start * spec.token_bytes : end * spec.token_bytes])
+            if (scale := values.pop(SCALE, None)) is None:
+                shard.read_hidden(offset, memory[start * spec.token_bytes : end * spec.token_bytes])
+            else:
+                stored = torch.empty((n_tokens, *batch.shape[1:]), dtype=DTYPES[spec.dtype])
+                shard.read_hidden(offset, stored.flatten().view(torch.uint8).numpy().data)
+                decode(stored, torch.from_numpy(scale).view(n_tokens, -1), batch[start:end])
             return Sequence(hidden=batch[start:end], **values)
 
         columns = (wanted, lengths, ends, *(a[wanted] for a in (index.shard, index.row_group, index.row, index.offset)))

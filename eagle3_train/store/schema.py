@@ -12,18 +12,18 @@ import torch
 
 from eagle3_train.config import digest
 
+from .codec import DTYPES
+
 SCHEMA_VERSION = 1
 CONVENTION = (
     "Layer id k is the residual stream entering decoder layer k (hidden_states[k] in transformers); "
     "id n_layers is the output of the last decoder layer before the final norm."
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPEC_KEY, CONTENT_KEY = b"eagle3.spec", b"eagle3.content"  # of a shard's Parquet metadata
-# Columns of a shard other than the hidden states: small, decoded a row group at a time.
-HIDDEN = "hidden_states"
+HIDDEN, SCALE = "hidden_states", "hidden_scale"
 # A Parquet page holds fewer than 2^31 bytes; a row group is one page of the hidden column (see `writer`).
 MAX_ROW_BYTES = 2**31 - 2**20
-# Named in the fingerprint's stead: neither changes what a sequence holds.
+# Not in the fingerprint: none of them changes what a sequence holds.
 LAYOUT_FIELDS = ("n_shards", "row_group_mib", "generator")
 
 
@@ -60,7 +60,7 @@ class StoreSpec:
     hidden_size: int  # H
     n_layers: int  # decoder layers of the target
     vocab_size: int  # of the target
-    dtype: str  # of the stored states: bf16 | fp16 | fp32
+    dtype: str  # of the stored states: bf16 | fp16 | fp32 | fp8
     compute_dtype: str  # of the target's forward pass
     n_rows: int
     n_shards: int
@@ -81,21 +81,22 @@ class StoreSpec:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"store.dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if not 1 <= self.n_shards <= max(self.n_rows, 1):
-            raise ValueError(
-                f"n_shards={self.n_shards} for {self.n_rows} rows: choose 1 to {max(self.n_rows, 1)} shards"
-            )
+        if self.n_rows < 1:
+            raise ValueError("a store without rows: the corpus is empty, see its report")
+        if not 1 <= self.n_shards <= self.n_rows:
+            raise ValueError(f"capture.shards={self.n_shards} for {self.n_rows} rows: choose 1 to {self.n_rows}")
         if not 1 <= self.row_group_mib <= 1024:
             raise ValueError(f"store.row_group_mib={self.row_group_mib}: choose 1 to 1024, 32 to 128 is usual")
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the hidden states of one token, on disk."""
+        """Bytes of one token in the hidden column."""
         return len(self.layer_ids) * self.hidden_size * DTYPES[self.dtype].itemsize
 
     def estimate_bytes(self, n_tokens: int) -> int:
         """Bytes on disk of `n_tokens` tokens (the small columns included, the index and the footers not)."""
-        return n_tokens * (self.token_bytes + 4 + 1 + 4 + 4 * self.logsumexp)
+        scales = 4 * len(self.layer_ids) if self.dtype == "fp8" else 0
+        return n_tokens * (self.token_bytes + scales + 4 + 1 + 4 + 4 * self.logsumexp)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -144,6 +145,8 @@ def arrow_schema(spec: StoreSpec) -> pa.Schema:
     ]
     if spec.logsumexp:
         columns.append(tokens("target_logsumexp", pa.float32()))
+    if spec.dtype == "fp8":
+        columns.append(tokens(SCALE, pa.float32()))  # T * layers of them
     # Last, so that the small columns of a row group lie together: one request fetches them from an object store.
     columns.append(pa.field(HIDDEN, pa.large_binary(), nullable=False))
     return pa.schema(columns, metadata={SPEC_KEY: json.dumps(spec.to_json(), sort_keys=True)})

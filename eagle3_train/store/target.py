@@ -41,14 +41,14 @@ def write_target_part(path: str | Path, tensors: dict[str, torch.Tensor], config
     kept = dict(tensors)
     if "lm_head" in kept and kept["lm_head"].data_ptr() == kept["embed_tokens"].data_ptr():
         del kept["lm_head"]
-    folder = _folder(path)
+    folder = Folder(path).child("target")
     folder.write(TENSORS, safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in kept.items()}))
     folder.write(CONFIG, (json.dumps(config, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read_target_part(path: str | Path) -> TargetPart:
     """Read `<path>/target/`; ValueError where it is not there."""
-    folder = _folder(path)
+    folder = Folder(path).child("target")
     try:
         config, data = json.loads(folder.read(CONFIG)), folder.read(TENSORS)
     except FileNotFoundError as e:
@@ -57,7 +57,3 @@ def read_target_part(path: str | Path) -> TargetPart:
     last = {n.removeprefix(LAST_LAYER): t for n, t in tensors.items() if n.startswith(LAST_LAYER)}
     embed = tensors["embed_tokens"]
     return TargetPart(config, embed, tensors["norm_weight"], tensors.get("lm_head", embed), last)
-
-
-def _folder(path: str | Path) -> Folder:
-    return Folder(f"{str(path).rstrip('/')}/target")

@@ -12,7 +12,8 @@ import torch
 import xxhash
 
 from .folder import Folder
-from .manifest import INDEX, ShardEntry
+from .index import INDEX
+from .manifest import ShardEntry
 from .schema import CONTENT_KEY, Sequence, StoreSpec
 from .writer import check_spec, read_footer, remedy, spec_of
 

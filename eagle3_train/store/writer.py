@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import torch
 import xxhash
 
+from .codec import DTYPES, encode, problem
 from .folder import Folder
-from .schema import CONTENT_KEY, DTYPES, HIDDEN, MAX_ROW_BYTES, SPEC_KEY, Sequence, StoreSpec, arrow_schema
+from .schema import CONTENT_KEY, HIDDEN, MAX_ROW_BYTES, SCALE, SPEC_KEY, Sequence, StoreSpec, arrow_schema
 
 MAX_ROW_GROUP_ROWS = 8192  # Arrow begins a new page after 20,000 rows, and a row group must stay one page
 WRITE_BACK_BYTES = 1 << 20
@@ -110,7 +111,7 @@ class ShardWriter:
         self._folder = Folder(path)
         self._limit = spec.row_group_mib << 20
         self._schema = arrow_schema(spec)
-        self._group: list[Sequence] = []  # their hidden states are in the buffer already
+        self._group: list[dict[str, Any]] = []  # small columns of the row group
         self._buffer = torch.empty(0, dtype=torch.uint8)  # hidden states of the row group, reused from group to group
         self._used = 0
         self._stack = ExitStack()
@@ -154,19 +155,15 @@ class ShardWriter:
             grown[: self._used] = self._buffer[: self._used]
             self._buffer = grown
         stored = self._buffer[self._used : self._used + size].view(DTYPES[spec.dtype]).view(sequence.hidden.shape)
-        stored.copy_(sequence.hidden)
-        low, high = torch.aminmax(stored)  # NaN propagates; 20 times the speed of isfinite().all()
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        scale = encode(sequence.hidden, stored)
+        if what := problem(stored, scale):
+            way_out = "store.dtype=bf16 has the range" if spec.dtype == "fp16" else "look at the target's forward pass"
             raise ValueError(
-                f"sample {sequence.sample_id!r}: hidden states are not finite as {spec.dtype} (range {low} to {high})"
-                + (
-                    "; store.dtype=bf16 has the range"
-                    if spec.dtype == "fp16"
-                    else "; look at the target's forward pass"
-                )
+                f"sample {sequence.sample_id!r}: states are not finite as {spec.dtype} ({what}); {way_out}"
             )
         self._used += size
-        self._group.append(sequence)
+        small = {name: value for name, value in sequence.__dict__.items() if name != "hidden"}
+        self._group.append({**small, SCALE: scale, "n_supervised": sequence.n_supervised})
         self.rows += 1
         self.tokens += sequence.n_tokens
         self.supervised += sequence.n_supervised
@@ -193,25 +190,25 @@ class ShardWriter:
 
     def _flush(self) -> None:
         group, n = self._group, len(self._group)
-        lengths = np.array([s.n_tokens for s in group], np.int64)
+        lengths = np.array([len(row["input_ids"]) for row in group], np.int64)
 
-        def tokens(column: str) -> pa.Array:
+        def lists(column: str) -> pa.Array:
             kind = self._schema.field(column).type
-            values = np.concatenate([np.asarray(getattr(s, column)) for s in group])
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-            flat = pa.array(values.astype(kind.value_type.to_pandas_dtype(), copy=False))
+            rows = [np.asarray(row[column]).ravel() for row in group]
+            offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
+            flat = pa.array(np.concatenate(rows).astype(kind.value_type.to_pandas_dtype(), copy=False))
             return pa.ListArray.from_buffers(kind, n, [None, pa.py_buffer(offsets)], children=[flat])
 
         offsets = np.concatenate([[0], np.cumsum(lengths * self.spec.token_bytes)])
         hidden = [None, pa.py_buffer(offsets), pa.py_buffer(self._buffer[: self._used].numpy())]
         columns: dict[str, Any] = {
-            "sample_id": pa.array([s.sample_id for s in group], pa.string()),
-            "source": pa.array([s.source for s in group], pa.string()),
+            "sample_id": pa.array([row["sample_id"] for row in group], pa.string()),
+            "source": pa.array([row["source"] for row in group], pa.string()),
             "n_tokens": pa.array(lengths, pa.int32()),
-            "n_supervised": pa.array([s.n_supervised for s in group], pa.int32()),
+            "n_supervised": pa.array([row["n_supervised"] for row in group], pa.int32()),
             HIDDEN: pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, hidden),
         }
-        arrays = [columns[f.name] if f.name in columns else tokens(f.name) for f in self._schema]
+        arrays = [columns[f.name] if f.name in columns else lists(f.name) for f in self._schema]
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=n)
         self._group, self._used = [], 0
 

@@ -20,7 +20,7 @@ from eagle3_train.store import BatchPlan, Loader, Store
 from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
 from eagle3_train.train.distributed import World, world_from_environment
-from eagle3_train.train.engines import ENGINES
+from eagle3_train.train.engines import make_engine
 from eagle3_train.train.optim import learning_rate
 from eagle3_train.train.setup import build_head, load_head, open_store
 from eagle3_train.train.step import split, train_step
@@ -65,7 +65,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
-    engine = ENGINES[cfg.engine.kind](cfg.engine, head, cfg.optim, world, dtype)
+    engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)
 
     # Where were we? All ranks read the same newest whole checkpoint.
     first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0}

@@ -1,8 +1,9 @@
-"""Writes a study's folder as the real one is: result.json, records.jsonl, metrics.jsonl and config.yaml for every point."""
+"""Writes a study folder as a real one is: result.json, records.jsonl, metrics.jsonl, config.yaml for every point."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,15 @@ def write_study(
     draft: str = "eagle3",
     seed: int = 0,
     trainable: int = 12_000_000,
+    suffix: str = "",
 ) -> Path:
-    """A study with known truth at `folder`; returns it. Several draft heads may be written into one folder."""
+    """A study with known truth at `folder`, which is returned. Several heads may go into one folder; `suffix` keeps
+    the names of their points apart."""
     truth, design, noise = truth or Truth(), design or Design(), noise or Noise()
     rng = np.random.default_rng(seed)
     counts = simulate(design, truth.tau(design.scales, design.draft_steps), noise, rng)
     for i, scale in enumerate(design.run_scales):
-        _write_point(folder, counts, i, float(scale), i % design.seeds, draft, trainable, design, rng)
+        _write_point(folder, counts, i, float(scale), i % design.seeds, draft, trainable, suffix, design, rng)
     return folder
 
 
@@ -48,11 +51,12 @@ def _write_point(
     seed: int,
     draft: str,
     trainable: int,
+    suffix: str,
     design: Design,
     rng: np.random.Generator,
 ) -> None:
     k = design.draft_steps
-    name = f"{draft}-x{scale:g}-s{seed}-{abs(hash((draft, scale, seed))) % 16**8:08x}"
+    name = f"{draft}-x{scale:g}-s{seed}-{zlib.crc32(f'{draft} {scale} {seed}'.encode()):08x}{suffix}"
     point = folder / name
     point.mkdir(parents=True)
     (point / "config.yaml").write_text(CONFIG.format(seed=seed, scale=scale, draft=draft, k=k))
@@ -116,7 +120,7 @@ def _write_point(
         "tau_replay": tau,
         "store_fingerprint": "3f9a61c2d0",
         "code_version": "0.1.0+g0123456789ab",
-        "train_identity": f"{abs(hash(name)):x}",
+        "train_identity": f"{zlib.crc32(name.encode()):08x}",
     }
     if seed == 0 and scale in (min(design.scales), max(design.scales)):
         task = TASKS[0]

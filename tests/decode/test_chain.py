@@ -131,11 +131,11 @@ def test_an_acceptance_off_by_one_is_seen(error: int, monkeypatch: pytest.Monkey
     """What the tests above assert fails for a wrong rule."""
 
     def wrong(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
-        accepted, _ = sampling.accept_greedy(choice, drafts)
+        accepted, _ = sampling.accept_chosen(choice, drafts)
         accepted = min(max(accepted + error, 0), len(drafts))
         return accepted, [*drafts[:accepted].tolist(), int(choice[accepted])]
 
-    monkeypatch.setattr("eagle3_train.decode.chain.accept_greedy", wrong)
+    monkeypatch.setattr("eagle3_train.decode.chain.accept_chosen", wrong)
     with pytest.raises(AssertionError):
         test_cycles_follow_from_which_drafts_are_right("llama", 3)
 

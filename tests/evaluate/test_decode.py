@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle3_train import config
 from eagle3_train.config import Config, TaskConfig, digest
+from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.evaluate import decode, decode_tasks, measure
 from eagle3_train.evaluate.records import read_records
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_decode_tasks_measures_the_first_prompts(folder: str) -> None:
-    records, keys = decode_tasks(trained_head(), tiny_target(), folder, [TASK], 3, 3, STOPS, 50, 0)
+    records, keys = decode_tasks(trained_head(), tiny_target(), folder, [TASK], 3, Chain(3), STOPS, 50, 0)
     assert [r.prompt for r in records] == [s.sample_id for s in transcripts()[:3]]
     assert [r.tokens + 1 for r in records] == [int(s.loss_mask.sum()) for s in transcripts()[:3]]
     assert all(r.seconds > 0 and r.plain_seconds > 0 for r in records)  # type: ignore[operator]
@@ -43,9 +44,9 @@ def test_an_output_that_is_not_the_targets_is_an_error(folder: str, monkeypatch:
     def wrong(choice: Tensor, drafts: Tensor) -> tuple[int, list[int]]:
         return len(drafts), [*drafts.tolist(), int(choice[-1])]  # accepts everything
 
-    monkeypatch.setattr("eagle3_train.decode.chain.accept_greedy", wrong)
+    monkeypatch.setattr("eagle3_train.decode.chain.accept_chosen", wrong)
     with pytest.raises(RuntimeError, match=r"prompt-10.*not lossless"):
-        decode_tasks(trained_head(), tiny_target(), folder, [TASK], 8, 3, STOPS, 50, 0)
+        decode_tasks(trained_head(), tiny_target(), folder, [TASK], 8, Chain(3), STOPS, 50, 0)
 
 
 def test_a_tie_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from eagle3_train.config import TaskConfig
-from eagle3_train.decode.chain import decode_chain
+from eagle3_train.decode.chain import Chain, decode_chain
 from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.tree import Tree
 from eagle3_train.evaluate import Record, decode_tasks, replay_tasks
 from eagle3_train.evaluate.replay import accepted_runs, replay, walk
 from eagle3_train.evaluate.transcripts import Transcript
@@ -38,7 +39,7 @@ def test_the_transcripts_end_in_every_way() -> None:
 def test_replay_and_decode_agree_record_by_record(folder: str, kind: str) -> None:
     head = trained_head() if kind == "trained" else RandomHead(HIDDEN, 3)
     replayed, summary = replay_tasks(head, folder, [TASK], CPU, 200, 0)
-    decoded, more = decode_tasks(head, tiny_target(), folder, [TASK], 8, 3, STOPS, 200, 0)
+    decoded, more = decode_tasks(head, tiny_target(), folder, [TASK], 8, Chain(3), STOPS, 200, 0)
     measured_alone = {"seconds": None, "plain_seconds": None, "lossless": None, "method": "replay"}
     assert all(r.lossless for r in decoded)
     assert [replace(r, **measured_alone) for r in decoded] == replayed
@@ -46,6 +47,18 @@ def test_replay_and_decode_agree_record_by_record(folder: str, kind: str) -> Non
     if kind == "trained":
         assert 1.3 < summary["tau_replay"]["tiny"]["tau"] < 3.9
         assert all(0 < a < 1 for a in summary["alpha"])
+
+
+@pytest.mark.parametrize("tree", [Tree(3, 3, 9), Tree(5, 2, 6), Tree(1, 4, 4)], ids=lambda t: t.shape)
+def test_trees_replay_as_they_decode(folder: str, tree: Tree) -> None:
+    head = trained_head()
+    replayed, keys = replay_tasks(head, folder, [TASK], CPU, 50, 0, tree=tree)
+    decoded, _ = decode_tasks(head, tiny_target(), folder, [TASK], 8, tree, STOPS, 50, 0)
+    measured_alone = {"seconds": None, "plain_seconds": None, "lossless": None, "method": "replay"}
+    assert [replace(r, **measured_alone) for r in decoded] == replayed
+    assert {r.shape for r in replayed} == {tree.shape}
+    assert len(replayed[0].drafted) == tree.depth
+    assert keys == {}  # the result's own keys are of chains
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 5, 17])
@@ -66,7 +79,7 @@ def test_replay_and_decode_agree_cycle_by_cycle(new: int, prompt_length: int, st
         ahead = OracleHead(longer, lambda t, i: bool(right[t, i]), 4)  # noqa: B023
         known = OracleHead(torch.from_numpy(text.input_ids.astype(np.int64)), ahead.right, 4)
         decoded = decode_chain(runner, ahead, start, new + 5 if stop else new, stops, 4)
-        ((_, replayed),) = replay(known, [Transcript.of(text)], CPU, torch.float32, 100)
+        ((_, replayed),) = replay(known, [Transcript.of(text)], CPU, 100)
         assert decoded.tokens == text.input_ids[prompt_length:].tolist()
         assert replayed == decoded.accepted
 

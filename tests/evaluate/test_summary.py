@@ -101,4 +101,14 @@ def test_records_round_trip(tmp_path: Path) -> None:
     write_records(tmp_path / "records.jsonl", records)
     assert read_records(tmp_path / "records.jsonl") == records
     first = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
-    assert set(first) == {"task", "method", "temperature", "prompt", "tokens", "forwards", "drafted", "accepted"}
+    assert set(first) == {
+        "task",
+        "method",
+        "temperature",
+        "prompt",
+        "tokens",
+        "forwards",
+        "drafted",
+        "accepted",
+        "shape",
+    }

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def transcript(prompt: Tensor, new: int, stop_ids: list[int], name: str) -> Sequence:
-    """The tiny target's greedy continuation, with the states that a capture would store."""
+    """The tiny target's greedy continuation."""
     model = tiny_target()
     text = model.generate(
         prompt[None],
@@ -33,12 +33,18 @@ def transcript(prompt: Tensor, new: int, stop_ids: list[int], name: str) -> Sequ
         do_sample=False,
         eos_token_id=stop_ids or None,
     )
+    return states_of(text, len(prompt), name)
+
+
+def states_of(text: Tensor, prompt_length: int, name: str) -> Sequence:
+    """A transcript `text [1, T]` with the states that a capture would store."""
+    model = tiny_target()
     states: list[Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
     out = model(input_ids=text, output_hidden_states=True)
     hook.remove()
     mask = np.ones(text.shape[1], np.uint8)
-    mask[: len(prompt)] = 0
+    mask[:prompt_length] = 0
     hidden = torch.stack([*(out.hidden_states[k][0] for k in LAYER_IDS), states[-1]], 1)
     ids = text[0].numpy().astype(np.int32)
     return Sequence(name, "tiny", ids, mask, hidden, out.logits[0].argmax(-1).numpy().astype(np.int32))
@@ -54,12 +60,13 @@ def transcripts(count: int = 8, first_seed: int = 10) -> list[Sequence]:
     return [transcript(prompt(1 + i, first_seed + i), NEW, STOPS, f"prompt-{first_seed + i}") for i in range(count)]
 
 
-def write_store(folder: Path, sequences: list[Sequence]) -> None:
+def write_store(folder: Path, sequences: list[Sequence], sampling: dict[str, float] | None = None) -> None:
     """A store of one shard, in fp32."""
     spec = StoreSpec(
         target="tiny", target_hash="0", tokenizer_hash="0", chat_template_hash="0",
         layer_ids=(*LAYER_IDS, N_LAYERS), hidden_size=HIDDEN, n_layers=N_LAYERS, vocab_size=VOCAB,
         dtype="fp32", compute_dtype="fp32", n_rows=len(sequences), n_shards=1, generator="test",
+        sampling=sampling or {},
     )  # fmt: skip
     with ShardWriter(folder, 0, spec) as writer:
         for s in sequences:
@@ -78,6 +85,17 @@ class TinyPart:
     last_layer: dict[str, Tensor]
 
 
+def tiny_part() -> TinyPart:
+    model = tiny_target()
+    return TinyPart(
+        model.config.to_dict(),
+        model.model.embed_tokens.weight,
+        model.model.norm.weight,
+        model.lm_head.weight,
+        model.model.layers[-1].state_dict(),
+    )
+
+
 class _HardLoss:
     """Cross-entropy against the target's distribution, summed: enough to fit a few transcripts."""
 
@@ -91,17 +109,9 @@ class _HardLoss:
 @cache
 def trained_head(steps: int = 3) -> Draft:
     """EAGLE-3 on the tiny target, fitted to half of what it is tested on, so that it is sometimes right."""
-    model = tiny_target()
-    part = TinyPart(
-        model.config.to_dict(),
-        model.model.embed_tokens.weight,
-        model.model.norm.weight,
-        model.lm_head.weight,
-        model.model.layers[-1].state_dict(),
-    )
     torch.manual_seed(0)
     vocab = DraftVocab(np.delete(np.arange(VOCAB), [5, 7]), VOCAB, 1.0)
-    head = build(DraftConfig(steps=steps, init_lm_head="random"), part, vocab, len(LAYER_IDS))
+    head = build(DraftConfig(steps=steps, init_lm_head="random"), tiny_part(), vocab, len(LAYER_IDS))
     batch = DraftBatch.collate(transcripts()[::2], CPU, torch.float32)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(60):

@@ -85,6 +85,7 @@ def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
             for row in rows:
                 second.add(row)
         before = files(tmp_path)[shard_name(0, 4)]
+        assert len(list(tmp_path.glob(".*.tmp"))) == 1, "the first writer's file"
         for row in rows[1:]:
             first.add(row)
     assert files(tmp_path) == {shard_name(0, 4): before}
@@ -203,3 +204,19 @@ def test_an_index_of_another_store_is_refused(tmp_path: Path) -> None:
     index.write_bytes((tmp_path / "other" / "index.parquet").read_bytes())
     with pytest.raises(ValueError, match=r"index.parquet has 22 rows and the manifest 23.*eagle3 store finalize"):
         Store.open(tmp_path)
+
+
+def test_an_index_that_does_not_fit_the_shards_is_noticed_when_a_row_is_read(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    make_store(tmp_path / "other", config={"corpus": "other"}, dtype="fp16", layer_ids=(2, 8), n_rows=23)
+    index = tmp_path / "index.parquet"
+    index.write_bytes((tmp_path / "other" / "index.parquet").read_bytes())
+    with pytest.raises(ValueError, match=r"shard-00000.* does not hold a row at byte"):
+        Store.open(tmp_path)[1]
+    assert "does not have the checksum of the manifest" in only_problem(tmp_path)
+    make_store(tmp_path / "longer", max_tokens=201)
+    index.write_bytes((tmp_path / "longer" / "index.parquet").read_bytes())
+    with pytest.raises(ValueError, match=r"shard-00000.* does not hold what the index says of row 0"):
+        Store.open(tmp_path)[0]
+    finalize(tmp_path, store.spec)
+    assert Store.open(tmp_path).verify() == []

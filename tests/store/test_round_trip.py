@@ -22,7 +22,7 @@ from eagle3_train.store import (
     shard_rows,
     write_target_part,
 )
-from eagle3_train.store.schema import DTYPES
+from eagle3_train.store.codec import DTYPES
 
 from .helpers import capture, make_sequence, make_spec, make_store
 
@@ -50,7 +50,30 @@ def test_round_trip_is_bitwise_in_any_order(tmp_path: Path, dtype: str, logsumex
     found = list(store.read(rows, readers))
     for row, sequence in zip(rows, found, strict=True):
         assert_same(sequence, make_sequence(store.spec, row, 3000), DTYPES[dtype])
+    assert store.manifest.bytes == pytest.approx(store.spec.estimate_bytes(store.manifest.tokens), rel=0.02)
     assert store.verify() == []
+
+
+def test_fp8_keeps_each_state_to_the_precision_of_e4m3(tmp_path: Path) -> None:
+    spec = make_spec(dtype="fp8", n_rows=1, n_shards=1)
+    plain = make_sequence(spec, 0)
+    hidden = plain.hidden.clone()
+    # Tokens and layers of very different size, one dimension that dwarfs the others, one state of zeros.
+    hidden *= torch.logspace(-6, 6, plain.n_tokens)[:, None, None] * torch.tensor([1, 1e3, 1e-3, 1.0])[:, None]
+    hidden[:, :, 3] *= 50
+    hidden[1, 2] = 0
+    with ShardWriter(tmp_path, 0, spec) as writer:
+        writer.add(Sequence(**{**plain.__dict__, "hidden": hidden}))
+    finalize(tmp_path, spec)
+    found = Store.open(tmp_path)[0].hidden
+    assert found.dtype == torch.bfloat16
+    # e4m3 has 3 bits after the leading one: half a unit is 1/16; below 2^-6 of 448 (subnormal) half a step is absolute.
+    allowed = torch.maximum(hidden.abs() / 16, hidden.abs().amax(-1, keepdim=True) / 448 * 2**-10) * 1.01
+    assert ((found.float() - hidden).abs() <= allowed).all()
+    assert Store.open(tmp_path).verify() == []
+    assert spec.token_bytes * 2 == make_spec().token_bytes
+    with pytest.raises(ValueError, match="not finite as fp8"), ShardWriter(tmp_path, 0, spec) as writer:
+        writer.add(Sequence(**{**plain.__dict__, "hidden": hidden / 0}))
 
 
 def test_a_batch_lies_in_one_piece_of_memory(tmp_path: Path) -> None:
@@ -109,9 +132,10 @@ def test_shards_are_contiguous_and_balanced(rows: int, shards: int) -> None:
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
-def test_finalize_is_idempotent(tmp_path: Path) -> None:
+def test_finalize_is_idempotent_and_clears_up(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.iterdir()}
+    (tmp_path / f".{shard_name(0, 4)}.elsewhere.0123.tmp").touch()  # a writer killed on another host
     finalize(tmp_path, store.spec)
     assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.iterdir()} == before
 
@@ -156,8 +180,9 @@ def test_expect_says_what_differs_and_what_to_do(tmp_path: Path) -> None:
     [
         ({"layer_ids": (4, 2, 8)}, "ascending"),
         ({"layer_ids": (2, 4, 5)}, "n_layers=8"),
-        ({"dtype": "int4"}, "bf16, fp16, fp32"),
-        ({"n_shards": 24}, "1 to 23 shards"),
+        ({"dtype": "int4"}, "bf16, fp16, fp32, fp8"),
+        ({"n_shards": 24}, "capture.shards=24 for 23 rows"),
+        ({"n_rows": 0}, "without rows"),
         ({"row_group_mib": 0}, "row_group_mib"),
     ],
 )

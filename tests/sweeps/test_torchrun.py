@@ -34,5 +34,5 @@ def test_several_processes_on_this_machine(bench: Bench) -> None:
 
 
 def test_a_single_process_engine_is_refused_for_many(bench: Bench) -> None:
-    out = bench.run("train", "launch.nproc_per_node=2", code=2)
+    out = bench.run("train", "engine=single", "launch.nproc_per_node=2", code=2)
     assert "engine=single is one process, but launch asks for 1 x 2: use engine=ddp" in out

@@ -124,7 +124,7 @@ def test_resume_in_the_middle_continues_at_the_next_batch(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("engine", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("engine", "nproc"), [("auto", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_engines_give_the_single_process_curve(study: Path, tmp_path: Path, engine: str, nproc: int) -> None:
     single = tiny_config(copy_of(study, tmp_path / "single"))
     train(single)
@@ -139,9 +139,10 @@ def test_engines_give_the_single_process_curve(study: Path, tmp_path: Path, engi
 
 
 def test_engines_that_do_not_fit_the_processes_stop(study: Path, tmp_path: Path) -> None:
-    cfg = tiny_config(copy_of(study, tmp_path), engine="ddp")
-    with pytest.raises(ValueError, match="several processes"):
-        train(cfg)
+    folder = copy_of(study, tmp_path)
+    for engine in ("ddp", "fsdp2", "hsdp"):
+        with pytest.raises(ValueError, match="several processes"):
+            train(tiny_config(folder, engine=engine))
 
 
 def test_wrong_stores_are_refused_before_work(study: Path, tmp_path: Path) -> None:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
+from eagle3_train.config import EngineConfig, OptimConfig
+from eagle3_train.drafts import Draft
+from eagle3_train.train.distributed import World
 from eagle3_train.train.engines.base import Engine
 from eagle3_train.train.engines.ddp import DDP
 from eagle3_train.train.engines.fsdp2 import FSDP2
 
 ENGINES: dict[str, type[Engine]] = {"single": Engine, "ddp": DDP, "fsdp2": FSDP2, "hsdp": FSDP2}
 
-__all__ = ["ENGINES", "Engine"]
+
+def make_engine(cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
+    """The engine that `cfg.kind` asks for. ValueError where the processes do not fit it."""
+    kind = cfg.kind if cfg.kind != "auto" else "single" if world.size == 1 else "ddp"
+    return ENGINES[kind](cfg, head, optim, world, dtype)
+
+
+__all__ = ["ENGINES", "Engine", "make_engine"]

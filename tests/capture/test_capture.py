@@ -1,0 +1,190 @@
+"""The step as a whole on a tiny target: resumed, split among workers, refused; transcripts against plain decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3_train import config
+from eagle3_train.capture import capture, run
+from eagle3_train.config import Config
+from eagle3_train.corpus import prepare, read_rows
+from eagle3_train.store import Store, read_target_part, shard_name
+from eagle3_train.target import load_target
+
+
+def write_chats(path: Path, n: int = 60) -> None:
+    chats = [
+        {
+            "id": f"c{i}_0",
+            "conversations": [
+                {"from": "human", "value": f"hello, the question is {i}" + "?" * (i % 7)},
+                {"from": "gpt", "value": "the answer is " + "yes " * (1 + i % 9)},
+            ],
+        }
+        for i in range(n)
+    ]
+    path.write_text(json.dumps(chats))
+
+
+def study(folder: Path, target: Path, *overrides: str) -> Config:
+    return config.compose(
+        [
+            f"paths.outputs={folder}",
+            f"target.model={target}",
+            "target.name=tiny",
+            f"corpus.path={folder}/chats.json",
+            "corpus.sequences=20",
+            "corpus.validation_sequences=4",
+            "corpus.held_out_fraction=0.3",
+            "corpus.min_supervised=4",
+            "data.base_sequences=2",
+            "eval.tasks=[{name: held, source: held_out, prompts: 6, new_tokens: 10}]",
+            "eval.decode_tasks=[]",
+            "eval.generate_batch=3",
+            "capture.shards=3",
+            "capture.batch_tokens=256",
+            "store.dtype=fp32",
+            *overrides,
+        ]
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_chats(tmp_path / "chats.json")
+    return tmp_path
+
+
+@pytest.fixture
+def cfg(folder: Path, tiny_target: Path) -> Config:
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    return cfg
+
+
+def files(store: str) -> dict[str, bytes]:
+    root = Path(store)
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def test_stores_hold_the_corpus_in_its_order(cfg: Config, tiny_target: Path) -> None:
+    report = capture(cfg)
+    store = Store.open(cfg.paths.store)
+    rows = list(read_rows(Path(cfg.paths.corpus) / "train.parquet"))
+    assert len(store) == len(rows) == 20
+    for row, sequence in zip(rows, store.read(range(20)), strict=True):
+        assert sequence.sample_id == row.sample_id
+        assert sequence.input_ids.tolist() == row.input_ids.tolist()
+        assert sequence.loss_mask.tolist() == row.loss_mask.tolist()
+    assert store.spec.layer_ids == (2, 4, 5, 8)
+    assert len(Store.open(f"{cfg.paths.store}/validation")) == 4
+    assert report["train"]["tokens"] == sum(len(r.input_ids) for r in rows)
+    part, model = read_target_part(cfg.paths.store), load_target(tiny_target, torch.float32, torch.device("cpu"))
+    assert torch.equal(part.lm_head, model.lm_head.weight)
+    assert torch.equal(part.embed_tokens, model.model.embed_tokens.weight)
+    assert torch.equal(part.norm_weight, model.model.norm.weight)
+    assert torch.equal(part.last_layer["mlp.up_proj.weight"], model.model.layers[-1].mlp.up_proj.weight)
+
+
+def test_transcripts_are_the_targets_own_greedy_continuations(cfg: Config, tiny_target: Path) -> None:
+    report = capture(cfg)["tasks/held"]
+    assert report["mismatched"] == 0 < report["compared"]
+    model = load_target(tiny_target, torch.float32, torch.device("cpu"))
+    stop = model.config.eos_token_id
+    prompts = list(read_rows(Path(cfg.paths.corpus) / "tasks" / "held.parquet"))
+    store = Store.open(f"{cfg.paths.store}/transcripts/held")
+    assert store.spec.sampling == {"temperature": 0.0, "max_new_tokens": 10}
+    for prompt, found in zip(prompts, store.read(range(6)), strict=True):
+        ids = prompt.input_ids.tolist()
+        while len(ids) < len(prompt.input_ids) + 10 and (len(ids) == len(prompt.input_ids) or ids[-1] != stop):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert found.input_ids.tolist() == ids
+        assert found.loss_mask.tolist() == [0] * len(prompt.input_ids) + [1] * (len(ids) - len(prompt.input_ids))
+
+
+def test_workers_and_interruptions_change_no_byte(
+    cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(cfg)
+    whole = files(cfg.paths.store)
+    other = study(folder, tiny_target, "study.name=other", f"paths.corpus={cfg.paths.corpus}")
+    # A worker dies in its second shard; then two others finish, the later one writes the manifests.
+    real, calls = run.Worker.shard, []
+
+    def dies(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(run.Worker, "shard", dies)
+    with pytest.raises(KeyboardInterrupt):
+        capture(other, rank=0, world=2)
+    monkeypatch.setattr(run.Worker, "shard", real)
+    first = Path(other.paths.store) / shard_name(0, 3)
+    written = first.stat().st_mtime_ns
+    capture(other, rank=1, world=2)
+    capture(other)
+    assert first.stat().st_mtime_ns == written  # not redone
+    assert files(other.paths.store) == whole
+    monkeypatch.setattr(run, "load_target", None)  # nothing is left, so nothing is loaded
+    capture(other)
+
+
+def test_a_lost_shard_is_captured_again_alone(cfg: Config) -> None:
+    capture(cfg)
+    whole = files(cfg.paths.store)
+    (Path(cfg.paths.store) / shard_name(1, 3)).unlink()
+    capture(cfg)
+    assert files(cfg.paths.store) == whole
+
+
+def test_a_store_of_another_spec_is_refused_with_the_difference_and_the_remedy(
+    cfg: Config, folder: Path, tiny_target: Path
+) -> None:
+    capture(cfg)
+    with pytest.raises(ValueError, match=r"dtype: 'fp32', not 'bf16'.*rm -r"):
+        capture(study(folder, tiny_target, "store.dtype=bf16"))
+    with pytest.raises(ValueError, match="layer_ids"):
+        capture(study(folder, tiny_target, "capture.layer_ids=[1,2,3]"))
+
+
+def test_what_cannot_be_done_is_refused_before_the_work(
+    cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="eagle3 prepare"):
+        capture(study(folder, tiny_target, "study.name=new"))
+    with pytest.raises(ValueError, match=r"capture\.layer_ids"):
+        capture(study(folder, tiny_target, "capture.layer_ids=[2,8]"))
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr(run.require_disk.__globals__["shutil"], "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match="GB free"):
+        capture(cfg)
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(
+    folder: Path, tiny_target: Path, cfg: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg.dry_run = True
+    capture(cfg)
+    assert "20 sequences" in capsys.readouterr().out
+    assert not Path(cfg.paths.store).exists()
+
+
+def test_states_that_are_not_finite_name_the_sample(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        model = load_target(*args, **kwargs)
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[0, 0] = np.nan
+        return model
+
+    monkeypatch.setattr(run, "load_target", broken)
+    with pytest.raises(ValueError, match=r"sample 'sharegpt/c\d+_0': hidden states are not finite"):
+        capture(cfg)

@@ -1,0 +1,83 @@
+"""Targets that tests share: the real embedded one, converted once, and a tiny random one."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eagle3_train.config import TargetConfig, compose
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MakeTokenizer = Callable[..., object]
+
+
+@pytest.fixture(scope="session")
+def real_target(pytestconfig: pytest.Config) -> Path:
+    """The embedded target as a plain folder, in pytest's cache: later runs convert nothing. Safe under xdist."""
+    from eagle3_train.files import file_fingerprint, find_package_file
+    from eagle3_train.target import prepare_target
+
+    target: TargetConfig = compose(["target=smollm2"]).target
+    cache = pytestconfig.cache.mkdir("eagle3-target")  # type: ignore[union-attr]
+    folder = cache / file_fingerprint(find_package_file(target.model))[:16]
+    with open(cache / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return prepare_target(target, folder)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> MakeTokenizer:
+    """Build a byte-level tokenizer: 256 bytes, a few merged words, and the special tokens given."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(
+        template: str = CHATML, special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"), eos: str = "<|im_end|>"
+    ):  # type: ignore[no-untyped-def]
+        raw = Tokenizer(models.BPE())
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        words = ["hello world the answer is the question is", "hello the answer"] * 4
+        raw.train_from_iterator(
+            words, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+        )
+        raw.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos, pad_token=eos)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: MakeTokenizer) -> Path:
+    """A random Llama of eight layers and H 32, with a byte-level ChatML tokenizer, as a plain folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),  # type: ignore[arg-type]
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,  # type: ignore[attr-defined]
+        bos_token_id=None,
+        pad_token_id=tokenizer.eos_token_id,  # type: ignore[attr-defined]
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    return folder

