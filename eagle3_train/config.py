@@ -44,17 +44,36 @@ class TargetConfig:
 
 
 @dataclass
+class SourceConfig:
+    """One source of conversations, or of rows that are tokenised already (`input_ids` with `loss_mask` or `labels`)."""
+
+    name: str = MISSING
+    format: str = "sharegpt"  # sharegpt (JSON, in any state) | jsonl | dataset (Hugging Face, Parquet)
+    path: str = MISSING  # a file, `package:NAME/FILE`, or a data set's folder or hub id
+    subset: str | None = None  # of a data set
+    split: str = "train"  # of a data set
+    revision: str | None = None  # of a data set on the hub
+    limit: int | None = None  # conversations to read at most, from its start; null: all
+    weight: float = 1.0  # share of this source among the sequences, relative to the others'
+
+
+@dataclass
 class CorpusConfig:
     """Conversations to token ids and loss masks."""
 
     name: str = MISSING
     format: str = "sharegpt"
-    path: str = MISSING  # a file, or `package:NAME/FILE`
+    path: str | None = None  # a file, `package:NAME/FILE`, or a data set's folder or hub id
+    sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of the one `path`
     sequences: int | None = None  # training sequences to prepare, in the shuffled order; null: all
     validation_sequences: int = 32  # held-out conversations for the validation loss
     held_out_fraction: float = 0.05  # of all conversations, by a hash of the id: never trained on
     max_length: int = 512  # tokens a sequence; whole turns are kept where that is possible
     min_supervised: int = 16  # a sequence with fewer supervised tokens is left out
+    near_duplicates: float | None = 0.8  # Jaccard similarity of word 5-grams from which one is left out; null: keep
+    contamination_words: int | None = (
+        13  # left out: what shares so many words in a row with a task's prompt; null: keep
+    )
     seed: int = 0  # of the global shuffle
 
 
@@ -252,7 +271,8 @@ class Config:
         for irrelevant in ("log_every", "checkpoint_every", "keep_last", "eval_every", "micro_batch_tokens"):
             del train[irrelevant]
         corpus = asdict(self.corpus)
-        del corpus["path"]
+        for source in (corpus, *corpus["sources"]):
+            del source["path"]
         del corpus["validation_sequences"]
         capture = asdict(self.capture)
         for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
@@ -293,8 +313,11 @@ def digest(value: Any, length: int = 8) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
+SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
+    "corpus.format": SOURCE_FORMATS,
     "capture.backend": ("hf",),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
@@ -355,6 +378,21 @@ def check(cfg: Config) -> None:
             raise ValueError(f"{key}={value(key)} must be greater than 0")
     if not 0 < cfg.corpus.held_out_fraction < 1:
         raise ValueError(f"corpus.held_out_fraction={cfg.corpus.held_out_fraction} must lie between 0 and 1")
+    if cfg.corpus.near_duplicates is not None and not 0 < cfg.corpus.near_duplicates <= 1:
+        raise ValueError(f"corpus.near_duplicates={cfg.corpus.near_duplicates} must lie between 0 and 1, or be null")
+    if cfg.corpus.contamination_words is not None and cfg.corpus.contamination_words < 1:
+        raise ValueError(f"corpus.contamination_words={cfg.corpus.contamination_words} must be at least 1, or null")
+    if (cfg.corpus.path is None) == (not cfg.corpus.sources):
+        raise ValueError("give either corpus.path=FILE, or corpus.sources=[{name: ..., path: ...}, ...], not both")
+    for source in cfg.corpus.sources:
+        if source.format not in SOURCE_FORMATS:
+            raise ValueError(
+                f"corpus source {source.name!r}: format={source.format!r} is not {', '.join(SOURCE_FORMATS)}"
+            )
+        if not source.weight > 0:
+            raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
+    if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
+        raise ValueError(f"corpus.sources has a name twice: {[s.name for s in cfg.corpus.sources]}")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Message = dict[str, str]  # {"role": system | user | assistant | tool, "content": text}
@@ -26,17 +26,23 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+ID_KEYS = ("id", "conversation_id", "prompt_id", "sample_id")
 PART = re.compile(r"_\d+$")  # ShareGPT cuts long conversations into parts ID_0, ID_1, ...
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`group` is what the split into train and held-out goes by: all parts of one conversation share it."""
+    """`group` is what the split into train and held-out goes by: all parts of one conversation share it.
+
+    A source may be tokenised already: then there are no messages, but ids and their mask.
+    """
 
     sample_id: str
     group: str
     source: str
     messages: list[Message]
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
 
 
 class Unusable(Exception):
@@ -49,22 +55,33 @@ def conversation_of(record: dict[str, Any], source: str) -> Conversation:
     Raises:
         Unusable: with the reason.
     """
-    messages = clean(turns_of(record))
-    identifier = str(
-        next((record[k] for k in ("id", "conversation_id", "prompt_id") if record.get(k)), digest(messages))
-    )
+    if "input_ids" in record:
+        found = Conversation("", "", source, [], *_tokens_of(record))
+    else:
+        found = Conversation("", "", source, clean(turns_of(record)))
+    identifier = str(next((record[k] for k in ID_KEYS if record.get(k) not in (None, "")), digest(found)))
     group = PART.sub("", identifier) if "conversations" in record else identifier
-    return Conversation(f"{source}/{identifier}", f"{source}/{group}", source, messages)
+    return replace(found, sample_id=f"{source}/{identifier}", group=f"{source}/{group}")
+
+
+def _tokens_of(record: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Ids and loss mask of a tokenised row: `loss_mask`, or `labels` that are -100 where nothing is to be learned."""
+    ids, mask = record["input_ids"], record.get("loss_mask")
+    if mask is None and record.get("labels") is not None:
+        mask = [int(label != -100) for label in record["labels"]]
+    if mask is None or len(mask) != len(ids) or not set(mask) <= {0, 1}:
+        raise Unusable("input_ids without a loss_mask (0 or 1) or labels of the same length")
+    return list(map(int, ids)), list(map(int, mask))
 
 
 def turns_of(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(role, content) pairs of the shapes that chat data sets come in."""
+    """(role, content) pairs of the shapes that chat data sets come in. A `system` text stands before them."""
+    system = [("system", record["system"])] if record.get("system") else []
     for key in ("conversations", "messages", "conversation"):
         if isinstance(turns := record.get(key), list):
-            return [_turn(t) for t in turns]
+            return [*system, *map(_turn, turns)]
     for prompt, response in (("prompt", "response"), ("instruction", "output"), ("question", "answer")):
         if isinstance(record.get(prompt), str) and isinstance(record.get(response), str):
-            system = [("system", record["system"])] if record.get("system") else []
             return [*system, ("user", record[prompt]), ("assistant", record[response])]
     raise Unusable("no conversation in the record")
 
@@ -127,6 +144,7 @@ def _text(content: Any) -> str:
     return content
 
 
-def digest(messages: list[Message]) -> str:
-    """Of the text, the same on every machine: equal for exact duplicates."""
-    return hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:24]
+def digest(conversation: Conversation) -> str:
+    """Of what is said, the same on every machine: equal for exact duplicates."""
+    said: list[Any] = [*conversation.messages] or [conversation.input_ids, conversation.loss_mask]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]

@@ -13,7 +13,11 @@ def order_key(seed: int, sample_id: str) -> bytes:
     return hashlib.sha256(f"{seed}:{sample_id}".encode()).digest()
 
 
+def fraction_of(purpose: str, name: str) -> float:
+    """A number in [0, 1) that is random, but fixed, for a name; independent between purposes."""
+    return int.from_bytes(hashlib.sha256(f"{purpose}:{name}".encode()).digest()[:6], "big") / 2**48
+
+
 def is_held_out(group: str, fraction: float) -> bool:
     """Whether a conversation belongs to the held-out side. No seed: another shuffle never trains on held-out text."""
-    value = int.from_bytes(hashlib.sha256(f"held-out:{group}".encode()).digest()[:8], "big")
-    return value < fraction * 2**64
+    return fraction_of("held-out", group) < fraction

@@ -7,19 +7,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import Config, CorpusConfig, digest
+from eagle3_train.config import Config, CorpusConfig, SourceConfig, digest
 from eagle3_train.console import progress_bar, say
 from eagle3_train.files import file_fingerprint, read_json, write_json
 from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
 
+from .filters import Filters
 from .messages import Conversation, Unusable
+from .pool import Pool
+from .readers import SourceReport, fingerprint, read_conversations, sources_of
 from .report import Tally, show
 from .rows import Row, RowWriter
-from .source import Pool, SourceReport, read_conversations, source_file
 from .tasks import prompt_rows, task_prompts
-from .template import Template
+from .template import Encoded, Template
 
-VERSION = 1  # of what this room makes of the same input: raised when rows would come out otherwise
+VERSION = 2  # of what this room makes of the same input: raised when rows would come out otherwise
 REPORT = "report.json"
 
 
@@ -45,19 +47,17 @@ def prepare(cfg: Config) -> dict[str, Any]:
         (folder / REPORT).unlink()  # from here on the folder is unfinished
     tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
     template = Template(tokenizer, stop_ids(target, tokenizer), cfg.target.chat_template_args)
-    source = SourceReport()
     with Pool(folder, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
-        file = source_file(cfg.corpus.path)
-        for conversation in read_conversations(file, cfg.corpus.format, cfg.corpus.name, source):
-            pool.add(conversation, source)
+        sources = {source.name: _fill(pool, source) for source in sources_of(cfg.corpus)}
+        kept = pool.mix({source.name: source.weight for source in sources_of(cfg.corpus)})
         parts = _write(cfg, pool, template, folder)
-    report = {
-        "identity": identity,
-        "digest": digest(identity, 16),
-        "sources": {cfg.corpus.name: source.to_json()},
-        "usable": {"train": pool.size(held_out=False), "held_out": pool.size(held_out=True)},
-        "parts": parts,
-    }
+        report = {
+            "identity": identity,
+            "digest": digest(identity, 16),
+            "sources": {name: source.to_json() | {"kept": kept.get(name, 0.0)} for name, source in sources.items()},
+            "usable": {"train": pool.size(held_out=False), "held_out": pool.size(held_out=True)},
+            "parts": parts,
+        }
     write_json(folder / REPORT, report)
     show(report)
     return report
@@ -70,10 +70,22 @@ def read_report(folder: Path) -> dict[str, Any]:
     return read_json(folder / REPORT)
 
 
+def _fill(pool: Pool, source: SourceConfig) -> SourceReport:
+    report = SourceReport()
+    for conversation in read_conversations(source, report):
+        if not pool.add(conversation):
+            report.dropped["exact duplicate"] += 1
+    return report
+
+
 def _identity(cfg: Config, target: Path) -> dict[str, Any]:
     """All that the rows depend on, flat, so that a difference has a name."""
     corpus = asdict(cfg.corpus)
-    corpus["path"] = file_fingerprint(source_file(cfg.corpus.path))
+    for name in ("format", "path", "sources"):
+        del corpus[name]
+    sources = {}
+    for source in sources_of(cfg.corpus):
+        sources[f"source {source.name}"] = asdict(source) | {"path": fingerprint(source)}
     tasks = {}
     for task in cfg.eval.tasks:
         path = Path(task.path).expanduser() if task.path else None
@@ -84,6 +96,7 @@ def _identity(cfg: Config, target: Path) -> dict[str, Any]:
     return {
         "version": VERSION,
         **{f"corpus.{k}": v for k, v in corpus.items()},
+        **sources,
         **tasks,
         "target.tokenizer": tokenizer_hash(target),
         "target.chat_template": chat_template_hash(target, cfg.target.chat_template),
@@ -99,51 +112,71 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
     """Write all row files; returns the report of each, by its path within the folder less `.parquet`."""
     corpus, wanted = cfg.corpus, cfg.corpus.sequences
     tallies = {"train": Tally(), "validation": Tally()}
+    filters = Filters(corpus.near_duplicates, corpus.contamination_words)
     taken: set[str] = set()
+    n_validation, tally = corpus.validation_sequences, tallies["validation"]
     with RowWriter(folder / "validation.parquet") as writer:
-        held_out = pool.walk(held_out=True)
-        for group, row in _encoded(held_out, template, corpus, corpus.validation_sequences, tallies["validation"]):
+        for group, row in _encoded(pool.walk(held_out=True), template, filters, corpus, n_validation, tally):
             writer.add(row)
             taken.add(group)
-    n = len(tallies["validation"].lengths)
-    _require(n, corpus.validation_sequences, "held-out sequences", "corpus.validation_sequences", tallies["validation"])
+    _require(len(tally.lengths), n_validation, "held-out sequences", "corpus.validation_sequences", tally)
     for task in cfg.eval.tasks:
         tally = tallies[f"tasks/{task.name}"] = Tally()
+        prompts = task_prompts(task, corpus.seed, pool, taken)
         with RowWriter(folder / "tasks" / f"{task.name}.parquet") as writer:
-            for row in prompt_rows(task, task_prompts(task, corpus.seed, pool, taken), template, tally.skipped):
+            for row in prompt_rows(task, prompts, template, filters, tally.skipped):
                 writer.add(row)
                 tally.row(row)
         _require(len(tally.lengths), task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally)
+    # Last, so that the filters know the held-out text and the prompts.
+    tally = tallies["train"]
     with (
         RowWriter(folder / "train.parquet") as writer,
         progress_bar("tokenising", wanted or pool.size(held_out=False), "sequences") as bar,
     ):
-        for _, row in _encoded(pool.walk(held_out=False), template, corpus, wanted, tallies["train"]):
+        for _, row in _encoded(pool.walk(held_out=False), template, filters, corpus, wanted, tally):
             writer.add(row)
             bar.update(1)
-    _require(len(tallies["train"].lengths), wanted, "training sequences", "corpus.sequences", tallies["train"])
+    _require(len(tally.lengths), wanted, "training sequences", "corpus.sequences", tally)
     return {name: tally.to_json() for name, tally in tallies.items()}
 
 
 def _encoded(
-    conversations: Iterator[Conversation], template: Template, cfg: CorpusConfig, wanted: int | None, tally: Tally
+    conversations: Iterator[Conversation],
+    template: Template,
+    filters: Filters,
+    cfg: CorpusConfig,
+    wanted: int | None,
+    tally: Tally,
 ) -> Iterator[tuple[str, Row]]:
     """(group, row) of the first `wanted` usable conversations; what is passed over is counted in `tally`."""
     for conversation in conversations:
         if wanted is not None and len(tally.lengths) >= wanted:
             return
         try:
-            encoded = template.encode(conversation.messages, cfg.max_length)
+            encoded = _encode(conversation, template, cfg.max_length)
+            if int(encoded.loss_mask.sum()) < cfg.min_supervised:
+                raise Unusable(f"fewer than {cfg.min_supervised} supervised tokens")
+            filters.check(_texts(conversation, template))
         except Unusable as e:
             tally.skipped[str(e)] += 1
-            continue
-        if int(encoded.loss_mask.sum()) < cfg.min_supervised:
-            tally.skipped[f"fewer than {cfg.min_supervised} supervised tokens"] += 1
             continue
         row = Row(conversation.sample_id, conversation.source, encoded.input_ids, encoded.loss_mask)
         tally.encoded(encoded)
         tally.row(row)
         yield conversation.group, row
+
+
+def _encode(conversation: Conversation, template: Template, max_length: int) -> Encoded:
+    if conversation.messages:
+        return template.encode(conversation.messages, max_length)
+    return template.cut(conversation.input_ids, conversation.loss_mask, max_length)
+
+
+def _texts(conversation: Conversation, template: Template) -> list[str]:
+    if conversation.messages:
+        return [m["content"] for m in conversation.messages]
+    return [str(template.tokenizer.decode(conversation.input_ids))]
 
 
 def _require(found: int, wanted: int | None, what: str, key: str, tally: Tally) -> None:

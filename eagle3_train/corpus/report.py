@@ -66,6 +66,8 @@ def show(report: dict[str, Any]) -> None:
         unread += ["the compressed stream ends too early"] if source["stream_cut"] else []
         unread += [f"{source['malformed']:,} malformed"] if source["malformed"] else []
         say(f"{name}: {source['conversations']:,} whole conversations" + (f" ({', '.join(unread)})" if unread else ""))
+        if source["kept"] < 1:
+            say(f"  kept: {source['kept']:.1%} of them, for its weight in the mixture")
         for reason, n in source["dropped"].items():
             say(f"  left out: {n:,} {reason}")
     table = Table("rows", "sequences", "tokens", "supervised", "median", "longest", "tokens cut off")

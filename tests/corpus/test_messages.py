@@ -65,6 +65,10 @@ def test_shapes_of_data_sets() -> None:
     ):
         assert conversation_of(record, "s").messages == expected
     assert conversation_of({"prompt": "q", "response": "a", "system": "s"}, "s").messages[0]["role"] == "system"
+    tokens = conversation_of({"input_ids": [1, 2], "labels": [-100, 2]}, "s")
+    assert (tokens.messages, tokens.input_ids, tokens.loss_mask) == ([], [1, 2], [0, 1])
+    with pytest.raises(Unusable, match="loss_mask"):
+        conversation_of({"input_ids": [1, 2], "loss_mask": [1]}, "s")
 
 
 def test_ids_and_groups() -> None:

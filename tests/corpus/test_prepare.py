@@ -12,7 +12,6 @@ from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_lengths, read_rows
 from eagle3_train.corpus.order import is_held_out, order_key
-from eagle3_train.corpus.source import SourceReport, read_conversations
 from eagle3_train.files import find_package_file
 
 
@@ -48,6 +47,7 @@ def study(folder: Path, target: Path, *overrides: str) -> Config:
             "corpus.validation_sequences=6",
             "corpus.held_out_fraction=0.25",
             "corpus.min_supervised=4",
+            "corpus.near_duplicates=null",  # all of these texts are alike
             "data.base_sequences=2",
             f"eval.tasks=[{', '.join(tasks)}]",
             "eval.decode_tasks=[]",
@@ -132,7 +132,7 @@ def test_it_is_done_once_and_redone_for_a_named_reason(
     assert second["parts"]["train"]["truncated_sequences"] > 0
     (folder / "chats.json").write_text((folder / "chats.json").read_text().replace("answer", "reply"))
     third = prepare(study(folder, tiny_target, "corpus.max_length=32"))
-    assert "these changed: corpus.path" in capsys.readouterr().out
+    assert "these changed: source sharegpt" in capsys.readouterr().out
     assert third["parts"]["train"]["content"] != second["parts"]["train"]["content"]
 
 
@@ -167,7 +167,7 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tin
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("corpus.path=/no/such.json", "corpus.path=/no/such.json: no such file"),
+        ("corpus.path=/no/such.json", "source .sharegpt.: path=/no/such.json: no such file"),
         ("corpus.sequences=1000", "only 1.. usable training sequences of the 1000"),
         ("corpus.validation_sequences=1000", "corpus.validation_sequences"),
         ("corpus.path=package:nothing_here/x.json", "pip install"),
@@ -197,19 +197,23 @@ def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
     assert report["identity"]["corpus.seed"] == 0
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
-def test_compressed_sources_cut_or_whole(suffix: str, folder: Path, tiny_target: Path) -> None:
-    import bz2
-    import lzma
-
-    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
-    data = compress((folder / "chats.json").read_bytes())
-    path = folder / f"chats.json{suffix}"
-    path.write_bytes(data)
-    whole = prepare(study(folder, tiny_target, f"corpus.path={path}"))["sources"]["sharegpt"]
-    assert (whole["conversations"], whole["stream_cut"]) == (163, False)
-    report = SourceReport()
-    path.write_bytes(data[:-20])
-    read = list(read_conversations(path, "sharegpt", "s", report))
-    assert report.stream_cut
-    assert suffix != ".gz" or len(read) > 100  # the other two compress all of this in one block
+def test_held_out_text_and_prompts_are_kept_out_of_training(folder: Path, tiny_target: Path) -> None:
+    question = "why does the sea look blue although the water in my glass has no colour at all"
+    records = json.loads((folder / "chats.json").read_text().rsplit(", {", 1)[0] + "]")
+    records += [
+        {
+            "id": f"leak{i}",
+            "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": f"reply {i}"}],
+        }
+        for i in range(20)
+    ]
+    (folder / "chats.json").write_text(json.dumps(records))
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": f"Tell me, {question}?"}) + "\n")
+    task = f"{{name: own, source: file, path: {folder}/prompts.jsonl, prompts: 1}}"
+    overrides = (f"eval.tasks=[{task}]", "corpus.sequences=null")
+    cfg = study(folder, tiny_target, *overrides)
+    report = prepare(cfg)
+    assert report["parts"]["train"]["skipped"]["text of an evaluation prompt"] >= 10
+    assert not any("leak" in i for i in ids(cfg, "train"))
+    prepare(study(folder, tiny_target, *overrides, "corpus.contamination_words=null"))
+    assert any("leak" in i for i in ids(cfg, "train"))
