@@ -33,6 +33,7 @@ def test_resolved_configuration_round_trips(tmp_path: Path) -> None:
         ("train.batch_tokens=100", "corpus.max_length"),
         ("eval.decode_tasks=[nope]", "nope"),
         ("train.regime=steps", "train.steps"),
+        ("eval.trees=[{depth: 0}]", "eval.trees"),
     ],
 )
 def test_wrong_values_are_refused_by_name(override: str, words: str) -> None:
