@@ -187,7 +187,7 @@ class EvalConfig:
     decode_prompts: int = 16  # prompts a decoded task, the first ones
     decode: bool = True
     decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
-    tree: TreeConfig | None = None  # besides the chain, also measure drafting a tree
+    trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
     bootstrap: int = 1000
     generate_batch: int = 32  # prompts generated at once when transcripts are made
 
@@ -303,8 +303,10 @@ class Config:
     @property
     def eval_identity(self) -> dict[str, Any]:
         """What defines an evaluation of a trained head: a change of it re-evaluates, and does not retrain."""
-        tree = {"tree": asdict(self.eval.tree)} if self.eval.tree else {}
-        return {"tasks": [asdict(t) for t in self.eval.tasks], "transcript_dtype": self.store.transcript_dtype} | tree
+        identity: dict[str, Any] = {"tasks": [asdict(t) for t in self.eval.tasks]}
+        if self.eval.trees:
+            identity["trees"] = [asdict(t) for t in self.eval.trees]
+        return identity | {"transcript_dtype": self.store.transcript_dtype}
 
 
 def digest(value: Any, length: int = 8) -> str:
@@ -422,6 +424,9 @@ def check(cfg: Config) -> None:
             raise ValueError(f"eval task {task.name!r}: source={task.source!r} is not humaneval, held_out or file")
         if task.source == "file" and not task.path:
             raise ValueError(f"eval task {task.name!r}: source=file needs path=FILE.jsonl")
+    for tree in cfg.eval.trees:
+        if min(tree.depth, tree.top_k, tree.total) < 1:
+            raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be at least 1")
     for name in cfg.eval.decode_tasks:
         if name not in names:
             raise ValueError(f"eval.decode_tasks names {name!r}, which is not among eval.tasks {names}")

@@ -39,6 +39,7 @@ def test_a_configuration_of_another_version_is_refused_by_name(tmp_path: Path) -
         ("train.batch_tokens=100", "corpus.max_length"),
         ("eval.decode_tasks=[nope]", "nope"),
         ("train.regime=steps", "train.steps"),
+        ("eval.trees=[{depth: 0}]", "eval.trees"),
     ],
 )
 def test_wrong_values_are_refused_by_name(override: str, words: str) -> None:

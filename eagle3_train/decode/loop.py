@@ -26,9 +26,7 @@ class Proposal(NamedTuple):
     """Drafted tokens to verify in one target forward."""
 
     tokens: Tensor  # int64 [d]
-    q: Tensor | None = (
-        None  # [rows, D] float32, what tokens were drawn from (a row a draft in a chain); None: not drawn
-    )
+    q: Tensor | None = None  # float32 [rows, D], what tokens were drawn from, in a chain a row each; None: not drawn
     q_ids: Tensor | None = None  # int64 [D]: target ids of the columns of q
     depths: Tensor | None = None  # int64 [d], for a tree: 0 for a child of the pending token; None: a chain
     parents: Tensor | None = None  # int64 [d], for a tree: row of the parent, -1 the pending token

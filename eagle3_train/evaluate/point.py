@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from eagle3_train.config import Config, digest
 from eagle3_train.console import console
+from eagle3_train.decode.cache import check_rollback
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.tree import Tree
 from eagle3_train.device import resolve_device
@@ -35,7 +36,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         What `result.json` now holds: what training wrote to `train.json`, and the evaluation.
 
     Raises:
-        ValueError: the point is not trained, or a transcript store is missing or not one.
+        ValueError: the point is not trained, the target cannot be decoded, or transcripts are missing or not such.
     """
     trained = cfg.point_dir / "train.json"
     if not trained.is_file():
@@ -46,12 +47,14 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     tasks = cfg.eval.tasks
     bootstrap, seed = cfg.eval.bootstrap, cfg.seed
 
-    tree = Tree(cfg.eval.tree.depth, cfg.eval.tree.top_k, cfg.eval.tree.total) if cfg.eval.tree else None
+    if target_model is not None:
+        check_rollback(target_model.config)
+    trees = [Tree(t.depth, t.top_k, t.total) for t in cfg.eval.trees]
     started = time.perf_counter()
     records, keys = replay_tasks(
         head, transcripts, tasks, device, bootstrap, seed, target_store=cfg.paths.store, show=True
     )
-    if tree is not None:
+    for tree in trees:
         records += replay_tasks(head, transcripts, tasks, device, bootstrap, seed, tree=tree, show=True)[0]
     seconds = {"replay": time.perf_counter() - started}
     result |= keys
@@ -61,9 +64,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         folder = prepare_target(cfg.target, cfg.paths.target)
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
-        for proposer in (Chain(cfg.draft.steps), tree):
-            if proposer is None:
-                continue
+        for proposer in (Chain(head.steps), *trees):
             more, keys = decode_tasks(
                 head, target_model, transcripts, decoded, cfg.eval.decode_prompts, proposer, stops, bootstrap, seed,
                 show=True,

@@ -90,6 +90,17 @@ def test_measure_completes_the_result(point: Config) -> None:
     assert [r.method for r in records] == ["replay"] * 8 + ["decode"] * 2
 
 
+def test_measure_of_trees(point: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(point.point_dir / "train.json", {})
+    point.eval.trees = [TreeConfig(2, 2, 4)]
+    result = measure(point, trained_head(), tiny_target())
+    kinds = [(row["method"], row["shape"]) for row in result["evaluation"]]
+    shape = "tree 2x2/4"
+    assert kinds == [("replay", "chain"), ("replay", shape), ("decode", "chain"), ("decode", shape)]
+    assert result["tau_decode"]["tiny"]["tau"] == result["evaluation"][2]["tau"]
+    assert shape in capsys.readouterr().out
+
+
 def test_measure_without_the_target_replays_alone(point: Config) -> None:
     write_json(point.point_dir / "train.json", {})
     result = measure(point, trained_head(), None)
