@@ -8,8 +8,9 @@ from analysis.design import Power, power
 from analysis.findings import summary_text
 from analysis.fitting import FitResult, fit
 from analysis.inverse import data_for_tau
+from analysis.pipeline import analyse
 from analysis.reporting import report, write_report
-from analysis.study import Analysis, analyse
+from analysis.study import Analysis
 from analysis.table import Table, load_runs
 
 __all__ = [

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from analysis.findings import summary_text
+from analysis.pipeline import analyse
 from analysis.quantities import AXES
 from analysis.reporting import default_folder, write_report
-from analysis.study import REPLICATES, analyse
+from analysis.study import REPLICATES
 from analysis.table import load_runs
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.findings import comparison_sentence, headline
+from analysis.pipeline import analyse
 from analysis.quantities import AXES
 from analysis.reporting import write_report
-from analysis.study import REPLICATES, Analysis, analyse
+from analysis.study import REPLICATES, Analysis
 from analysis.table import Table, load_runs
 from analysis.tables import DASH, bracketed, number, point_means, text_table
 

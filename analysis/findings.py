@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.fitting import FitResult
+from analysis.fitting import Estimate, FitResult
 from analysis.study import EXTRAPOLATE, Analysis, QuantityFit, Series, SlopeComparison
-from analysis.tables import interval, point_means, results_table, text_table
+from analysis.tables import interval, point_means, probability, results_table, text_table
+
+FEW = 2  # series that are told one by one; of more, the best and the worst
 
 
 def headline(analysis: Analysis) -> str:
-    """The answer: a sentence for each series with a slope of tau."""
-    sentences = [s for s in (_series_answer(x) for x in analysis.series) if s]
-    if not sentences:
+    """The answer: a sentence a series, or of many series who gains most and least."""
+    answered = [(s, s.fits["tau"].gain) for s in analysis.series if "tau" in s.fits]
+    gains = [(s.label, g) for s, g in answered if g is not None]
+    if not gains:
         return "There is no answer yet: no series has tau at two data scales or more."
-    return " ".join(sentences)
+    if len(gains) <= FEW:
+        return " ".join(filter(None, map(_series_answer, analysis.series)))
+    ordered = sorted(gains, key=lambda pair: -pair[1].value)
+    most, least = (f"{label} ({_gain(g)})" for label, g in (ordered[0], ordered[-1]))
+    adds = "doubling the training data adds most tokens a target forward"
+    return f"Of {len(gains)} series, {adds} to {most}, least to {least}."
+
+
+def _gain(e: Estimate) -> str:
+    if e.lo is None or e.hi is None:
+        return f"{e.value:+.3f}, without an interval"
+    return f"{e.value:+.3f}, 95 % interval {interval(e.lo, e.hi, 3)}"
 
 
 def _series_answer(s: Series) -> str:
@@ -40,8 +54,11 @@ def _series_answer(s: Series) -> str:
 
 
 def certainty(analysis: Analysis) -> list[str]:
-    """How sure, a paragraph for each series: which form and why, and what it says beyond the data."""
-    return [_series_certainty(s, s.fits["tau"]) for s in analysis.series if "tau" in s.fits]
+    """How sure, a paragraph for each series: which form and why, what it says beyond the data; then slopes compared."""
+    shown = [s for s in analysis.series if "tau" in s.fits]
+    if len(shown) > FEW:
+        return [f"{_series_answer(s)} {_series_certainty(s, s.fits['tau'])}".strip() for s in shown]
+    return [*[_series_certainty(s, s.fits["tau"]) for s in shown], *map(comparison_sentence, analysis.comparisons)]
 
 
 def _series_certainty(s: Series, fitted: QuantityFit) -> str:
@@ -85,22 +102,13 @@ def comparison_sentence(c: SlopeComparison) -> str:
     return (
         f"A doubling of the data gives {c.first} {d.value:+.3f} tau over what it gives {c.second} "
         f"(95 % interval {interval(d.lo, d.hi, 3)}); the probability that its slope is the larger is "
-        f"{_probability(c.probability, c.replicates)}."
+        f"{probability(c)}."
     )
-
-
-def _probability(p: float, replicates: int) -> str:
-    """A share of replicates; never 0 or 1, which no finite bootstrap can show."""
-    if p * replicates < 1:
-        return f"below {1 / replicates:g}"
-    if (1 - p) * replicates < 1:
-        return f"above {1 - 1 / replicates:g}"
-    return f"{p:.3f}"
 
 
 def summary_text(analysis: Analysis) -> str:
     """Plain English and a table, for the terminal."""
-    parts = [headline(analysis), *certainty(analysis), *map(comparison_sentence, analysis.comparisons), ""]
+    parts = [headline(analysis), *certainty(analysis), ""]
     parts += [text_table(results_table(analysis)), "", f"Intervals: 95 %, {analysis.method}."]
     parts += [f"Note: {w}." for w in analysis.warnings]
     return "\n".join(parts)
@@ -109,7 +117,6 @@ def summary_text(analysis: Analysis) -> str:
 def summary_markdown(analysis: Analysis) -> str:
     """The answer and a table ready for a paper."""
     parts = [f"**{headline(analysis)}**", "", *_paragraphs(certainty(analysis))]
-    parts += _paragraphs([comparison_sentence(c) for c in analysis.comparisons])
     parts += [text_table(results_table(analysis), markdown=True), ""]
     parts += [f"Intervals are 95 % intervals by {analysis.method}.", ""]
     parts += [f"- {w}." for w in analysis.warnings]

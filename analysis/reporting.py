@@ -13,8 +13,9 @@ import pandas as pd
 from analysis import findings, tables
 from analysis.export import clean, fits_json
 from analysis.figures import Picture, pictures
+from analysis.pipeline import analyse
 from analysis.speedup import speedup_model
-from analysis.study import REPLICATES, Analysis, analyse
+from analysis.study import REPLICATES, Analysis
 from analysis.style import NARROW, WIDE, css_variables, drawing, inline_svg, save, svg_text
 from analysis.table import load_runs
 
@@ -129,7 +130,7 @@ def html(analysis: Analysis, drawn: dict[str, Drawn]) -> str:
         title=f"{study}: how acceptance scales with draft training data",
         kicker=f"Scaling study {study}" + (f", target model {target}" if target else ""),
         headline=findings.headline(analysis),
-        certainty=[*findings.certainty(analysis), *map(findings.comparison_sentence, analysis.comparisons)],
+        certainty=findings.certainty(analysis),
         facts=facts(analysis),
         warnings=analysis.warnings,
         sections=sections(analysis, drawn),
@@ -238,6 +239,8 @@ def _fit_parts(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Part]:
         needed = tables.needed_table(s) if "tau" in s.fits else pd.DataFrame()
         if not needed.empty:
             parts.append(Part(heading=f"{s.label}: data that a wanted tau needs", table=needed))
+    if analysis.comparisons:
+        parts.append(Part(heading="Gains per doubling compared", table=tables.comparisons_table(analysis)))
     for draft, name, result in analysis.joint:
         parts.append(Part(heading=f"{draft}, {name}: {result.form.title}", table=tables.joint_table(result)))
     return parts

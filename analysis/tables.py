@@ -10,7 +10,7 @@ import pandas as pd
 from analysis.fitting import LEVEL, FitResult
 from analysis.forms import Array
 from analysis.inverse import data_for_tau
-from analysis.study import EXTRAPOLATE, Analysis, PositionModel, QuantityFit, Series
+from analysis.study import EXTRAPOLATE, Analysis, PositionModel, QuantityFit, Series, SlopeComparison
 from analysis.table import FAILED
 
 DASH = "\u2013"  # for a value that is not there
@@ -223,6 +223,31 @@ def joint_table(result: FitResult) -> pd.DataFrame:
     ]
     note = "; ".join([result.status, *result.messages])
     return pd.DataFrame([{"parameter": result.form.equation, "estimate": note}, *rows]).fillna("")
+
+
+def probability(c: SlopeComparison) -> str:
+    """A share of replicates; never 0 or 1, which no finite bootstrap can show."""
+    smallest = 1 / c.replicates
+    if c.probability < smallest:
+        return f"below {smallest:g}"
+    if 1 - c.probability < smallest:
+        return f"above {1 - smallest:g}"
+    return f"{c.probability:.3f}"
+
+
+def comparisons_table(analysis: Analysis) -> pd.DataFrame:
+    """A row a pair of series: difference of their gains per doubling, probability that the first is larger."""
+    return pd.DataFrame(
+        [
+            {
+                "first": c.first,
+                "second": c.second,
+                "difference of gains": bracketed(c.difference.value, c.difference.lo, c.difference.hi),
+                "probability that the first is larger": probability(c),
+            }
+            for c in analysis.comparisons
+        ]
+    )
 
 
 def budget_table(analysis: Analysis) -> pd.DataFrame:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from analysis import findings, tables
+from analysis.pipeline import analyse
 from analysis.reporting import default_folder
-from analysis.study import Analysis, analyse
+from analysis.study import Analysis
 from analysis.table import load_runs
 
 INSTALL = "the report needs wandb-workspaces: pip install 'eagle3-train[wandb]'"
@@ -34,7 +35,6 @@ def build(analysis: Analysis, entity: str, project: str) -> Any:
     studies = sorted(set(analysis.table.runs["study"].dropna().astype(str)))
     blocks: list[Any] = [wr.P(findings.headline(analysis))]
     blocks += [wr.P(text) for text in findings.certainty(analysis)]
-    blocks += [wr.P(findings.comparison_sentence(c)) for c in analysis.comparisons]
     blocks += [wr.H2("Measured"), _markdown(wr, tables.results_table(analysis)), wr.H2("Runs")]
     runsets = [
         wr.Runset(

@@ -119,6 +119,17 @@ def test_equal_heads_are_not_told_apart(tmp_path: Path) -> None:
     assert 0.01 < c.probability < 0.99
 
 
+def test_of_many_series_the_best_and_the_worst_are_told(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "many", Truth(gain=0.09))
+    write_study(folder, Truth(gain=0.05), draft="medusa", seed=1)
+    write_study(folder, Truth(gain=0.01), draft="eagle1", seed=2)
+    text = summary_text(analyse(load_runs(folder), replicates=60, profiles=False))
+    first = text.splitlines()[0]
+    assert first.startswith("Of 3 series")
+    assert first.index("EAGLE-3") < first.index("EAGLE-1")
+    assert "Medusa adds" in text
+
+
 def test_runs_that_differ_in_more_than_data_and_seed_are_apart(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "sizes", trainable=1_000_000)
     write_study(folder, trainable=4_000_000, seed=3, suffix="-big")
@@ -194,4 +205,4 @@ def test_different_stores_are_a_warning(study: Path) -> None:
     table = load_runs(study)
     runs = table.runs.copy()
     runs.loc[0, "store_fingerprint"] = "another"
-    assert any("fingerprints differ" in w for w in analyse(Table(runs, table.records), replicates=30).warnings)
+    assert any("different stores" in w for w in analyse(Table(runs, table.records), replicates=30).warnings)

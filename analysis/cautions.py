@@ -1,0 +1,46 @@
+"""What a reader must know beside the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from analysis.study import Series
+from analysis.table import Table
+
+
+def cautions(table: Table, series: Iterable[Series]) -> list[str]:
+    out = []
+    for s in series:
+        count = len(s.scales)
+        if count < 3:
+            out.append(
+                f"{s.label}: {count} data scale{'s' if count > 1 else ''}: no form can be checked, only a difference "
+                "given"
+            )
+        elif count < 6:
+            out.append(
+                f"{s.label}: {count} data scales tell a slope, not a ceiling: forms with two parameters can be fitted "
+                "and checked, the floor and the exponent of a saturating law can hardly be told apart"
+            )
+        tau = s.fits.get("tau")
+        if tau is not None and tau.seeds.freedom == 0:
+            out.append(
+                f"{s.label}: seed variation is not known ({tau.seeds.source}): intervals hold prompt noise alone"
+            )
+        elif tau is not None and not tau.seeds.source.startswith("seeds"):
+            out.append(f"{s.label}: one seed a point: seed variation was estimated from the {tau.seeds.source}")
+        for name, fitted in s.fits.items():
+            best = fitted.best
+            if best is not None and best.outliers.any():
+                points = table.runs.loc[s.runs, "point"].to_numpy()
+                marked = ", ".join(points[best.outliers]) if len(points) == len(best.outliers) else "runs"
+                out.append(
+                    f"{s.label}, {name}: {marked} lies far from the curve; it is kept at Huber's weight and marked"
+                )
+    for column, what, but in (
+        ("store_fingerprint", "trained on different stores", "their data axes may not be comparable"),
+        ("eval_identity", "evaluated in different ways", "their tau may not be comparable"),
+    ):
+        if column in table.finished and table.finished[column].nunique() > 1:
+            out.append(f"the runs were {what} ({column} differs): {but}")
+    return out

@@ -1,0 +1,196 @@
+"""The whole analysis of a table: series, replicates, fits, selection, what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.bootstrap import SeedVariance, resample_runs, seed_variance
+from analysis.cautions import cautions
+from analysis.fitting import Data, Estimate, FitResult, fit, robust_sigma
+from analysis.forms import JOINT, LOG_LINEAR, REPETITION, Array, Form, data_forms
+from analysis.quantities import Quantity, quantity
+from analysis.selection import select
+from analysis.series import choose_axis, group, prompt_replicates, quantities_of
+from analysis.study import REPLICATES, Analysis, PositionModel, QuantityFit, Series, SlopeComparison, compose_tau
+from analysis.table import Table
+
+
+def analyse(
+    table: Table, axis: str | None = None, replicates: int = REPLICATES, seed: int = 0, profiles: bool = True
+) -> Analysis:
+    """Fit every series of a table.
+
+    `axis`: a column of `quantities.AXES` (default: the first that every finished run has). Deterministic for a `seed`.
+
+    Raises:
+        ValueError: no finished run, or an axis that the runs do not have.
+    """
+    runs = table.finished
+    if runs.empty:
+        raise ValueError("no finished run among " + ", ".join(table.runs["point"].astype(str)) + ": nothing to analyse")
+    axis = choose_axis(runs, axis)
+    rng = np.random.default_rng(seed)
+    index = runs.index.to_numpy()
+    names = quantities_of(table)
+    prompts, notes = prompt_replicates(table, index, names, replicates, rng)
+    place = {run: i for i, run in enumerate(index)}
+    series = []
+    for label, members in group(runs):
+        columns = [place[run] for run in members]
+        own = {n: None if r is None or np.isnan(r[:, columns]).any() else r[:, columns] for n, r in prompts.items()}
+        series.append(_analyse_series(table, label, members, axis, own, rng, profiles))
+    warnings = [*table.notes, *notes, *cautions(table, series)]
+    return Analysis(table, axis, series, _joint_fits(table, axis, series), _compare(series), warnings)
+
+
+def _analyse_series(
+    table: Table,
+    label: str,
+    members: NDArray[np.int64],
+    axis: str,
+    prompts: dict[str, Array | None],
+    rng: np.random.Generator,
+    profiles: bool,
+) -> Series:
+    runs = table.runs.loc[members]
+    steps = int(runs["draft_steps"].iloc[0])
+    x = runs[axis].to_numpy(dtype=float)
+    fits = {}
+    for name in quantities_of(table):
+        values = runs[name].to_numpy(dtype=float)
+        keep = np.isfinite(values)
+        if keep.any():
+            replicates = prompts.get(name)
+            data, seeds = _data(
+                quantity(name, steps), x[keep], values[keep], None if replicates is None else replicates[:, keep], rng
+            )
+            fits[name] = _fit_quantity(data, seeds, profiles)
+    return Series(
+        label=label,
+        draft=str(runs["draft"].iloc[0]),
+        runs=members,
+        x=x,
+        scale=runs["data_scale"].to_numpy(dtype=float),
+        draft_steps=steps,
+        fits=fits,
+        positions=_position_models(fits, steps),
+    )
+
+
+def _data(
+    target: Quantity, x: Array, values: Array, prompts: Array | None, rng: np.random.Generator
+) -> tuple[Data, SeedVariance]:
+    """Loss-like values with standard errors and replicates that hold prompt and seed noise."""
+    floor = 1e-6
+    loss = np.maximum(target.to_loss(values), floor)
+    cell = np.unique(x, return_inverse=True)[1]
+    replicates = REPLICATES if prompts is None else len(prompts)
+    log_prompts = None if prompts is None else np.log(np.maximum(target.to_loss(prompts), floor))
+    seeds = seed_variance(np.log(loss), log_prompts, cell, np.log2(x))
+    base = np.repeat(np.log(loss)[None], replicates, 0) if log_prompts is None else log_prompts
+    draws = resample_runs(base, seeds, cell, rng)
+    # Residuals from a curve do not hold the noise that all runs share, so the weights do not either.
+    own = 0.0 if log_prompts is None else (log_prompts - log_prompts.mean(1, keepdims=True)).var(0, ddof=1)
+    variance = seeds.seed + own
+    known = bool(np.all(variance > 1e-12))
+    sigma = np.sqrt(variance) * np.ones(len(x)) if known else np.ones(len(x))
+    data = Data(target, (x / x.min())[:, None], np.array([x.min()]), loss, sigma, cell, draws if known else None)
+    if not known:
+        scatter = robust_sigma(LOG_LINEAR, data) if data.scales > 2 else 0.0
+        data = Data(target, data.inputs, data.reference, loss, sigma * (scatter or 1.0), cell, None)
+    return data, seeds
+
+
+def _fit_quantity(data: Data, seeds: SeedVariance, profiles: bool) -> QuantityFit:
+    results: dict[str, FitResult] = {}
+    skipped: list[tuple[Form, str]] = []
+    for form in data_forms(data.quantity.span):
+        needed = form.scales_needed if form.nonlinear else len(form.names)
+        if data.scales < needed:
+            skipped.append((form, f"under-identified: needs {needed} scales, has {data.scales}"))
+        else:
+            results[form.name] = fit(form, data, profiles=profiles)
+    line = results.get(LOG_LINEAR.name)
+    return QuantityFit(
+        quantity=data.quantity,
+        data=data,
+        seeds=seeds,
+        results=results,
+        skipped=skipped,
+        selection=select(list(results.values())),
+        gain=None if line is None else line.parameters["g"],
+    )
+
+
+def _position_models(fits: dict[str, QuantityFit], steps: int) -> list[PositionModel]:
+    names = [f"alpha_{i}" for i in range(steps)]
+    if "tau" not in fits or not all(n in fits for n in names):
+        return []
+    tau = fits["tau"].data
+    measured = float(tau.quantity.from_loss(tau.loss[tau.largest]).mean())
+    models = []
+    for form in data_forms(1.0):
+        if all(form.name in fits[n].results for n in names):
+            positions = [fits[n].results[form.name] for n in names]
+            held_out = None
+            if all(p.held_out is not None for p in positions):
+                means = [p.data.quantity.from_loss(p.data.loss[p.data.largest]).mean() for p in positions]
+                alphas = np.clip([m + (p.held_out or 0.0) for m, p in zip(means, positions, strict=True)], 0, 1)
+                held_out = float(compose_tau(alphas)) - measured
+            models.append(PositionModel(form, positions, held_out))
+    return models
+
+
+def _joint_fits(table: Table, axis: str, series: list[Series]) -> list[tuple[str, str, FitResult]]:
+    """Forms with a second input, where it varies: draft size (`parameters.trainable`) and epochs at equal data."""
+    out: list[tuple[str, str, FitResult]] = []
+    for draft in sorted({s.draft for s in series}):
+        own = [s for s in series if s.draft == draft]
+        if len({s.draft_steps for s in own}) > 1:
+            continue
+        runs = table.runs.loc[np.concatenate([s.runs for s in own])]
+        for form, column in ((JOINT, "parameters.trainable"), (REPETITION, "epochs")):
+            if column not in runs or runs[column].isna().any():
+                continue
+            if runs.groupby("data_scale")[column].nunique().max() < 2:
+                continue
+            for name in ("tau", "val_loss", "val_kl"):
+                if all(name in s.fits for s in own):
+                    data = _joint_data([s.fits[name].data for s in own], runs[[axis, column]].to_numpy(float), form)
+                    if data.scales >= len(form.names):
+                        out.append((draft, name, fit(form, data)))
+    return out
+
+
+def _joint_data(parts: Sequence[Data], raw: Array, form: Form) -> Data:
+    reference = raw.min(0) if form is JOINT else np.array([raw[:, 0].min(), 1.0])
+    replicates = [p.replicates for p in parts if p.replicates is not None]
+    return Data(
+        quantity=parts[0].quantity,
+        inputs=raw / reference,
+        reference=reference,
+        loss=np.concatenate([p.loss for p in parts]),
+        sigma=np.concatenate([p.sigma for p in parts]),
+        scale=np.unique(raw, axis=0, return_inverse=True)[1].reshape(-1),
+        replicates=np.concatenate(replicates, 1) if len(replicates) == len(parts) else None,
+    )
+
+
+def _compare(series: list[Series]) -> list[SlopeComparison]:
+    """Every pair of series with a slope of tau. Prompts are shared draws, so their common noise cancels."""
+    slopes = {}
+    for s in series:
+        line = s.fits["tau"].results.get(LOG_LINEAR.name) if "tau" in s.fits else None
+        if line is not None and line.draws is not None:
+            slopes[s.label] = (float(line.theta[1]), line.draws[:, 1])
+    out = []
+    for (a, (value_a, draws_a)), (b, (value_b, draws_b)) in combinations(slopes.items(), 2):
+        difference = draws_a - draws_b
+        lo, hi = np.quantile(difference, [0.025, 0.975])
+        estimate = Estimate(value_a - value_b, float(lo), float(hi), float(difference.std(ddof=1)))
+        out.append(SlopeComparison(a, b, estimate, float((difference > 0).mean()), len(difference)))
+    return out
