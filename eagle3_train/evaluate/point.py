@@ -11,6 +11,7 @@ from eagle3_train.config import Config, digest
 from eagle3_train.console import console
 from eagle3_train.decode.cache import check_rollback
 from eagle3_train.decode.chain import Chain
+from eagle3_train.decode.loop import Proposer
 from eagle3_train.decode.tree import Tree
 from eagle3_train.device import resolve_device
 from eagle3_train.drafts import Draft
@@ -64,7 +65,8 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         folder = prepare_target(cfg.target, cfg.paths.target)
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
-        for proposer in (Chain(head.steps), *trees):
+        proposers: list[Proposer] = [Chain(head.steps), *trees]
+        for proposer in proposers:
             more, keys = decode_tasks(
                 head, target_model, transcripts, decoded, cfg.eval.decode_prompts, proposer, stops, bootstrap, seed,
                 show=True,
