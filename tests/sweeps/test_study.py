@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_a_study_does_everything_once(bench: Bench) -> None:
     out = bench.run(*TWO, "train.log_every=3", "tracker=tensorboard")  # what does not define a result
     assert "2 points, 2 done" in out
     assert bench.calls() == ["prepare", "capture 0/1", *trained, "report", "report"]
+
+
+def test_a_point_that_another_study_has_done_is_shared(bench: Bench) -> None:
+    bench.run("study", "data.scale=1", "seed=0")
+    other = ("study", "data.scale=1,2", "seed=0", "study.name=other")
+    out = bench.run(*other)
+    assert f"{NAMES[0]}: done by study 'quickstart', shared" in out
+    assert bench.calls("train") == [f"train {name}" for name in NAMES]
+    assert out.splitlines()[-3] == f"summary of {', '.join(NAMES)}"  # its report has both
+    shutil.rmtree(bench.study)
+    bench.run(*other)
+    assert bench.calls("train") == [f"train {name}" for name in (*NAMES, NAMES[0])]
 
 
 def test_killed_in_the_middle_and_run_again(bench: Bench) -> None:
