@@ -5,9 +5,11 @@ It may be stopped anywhere and run again, and by several processes at once, whic
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from eagle3_train import config
 from eagle3_train.cli import Failed
@@ -48,6 +50,7 @@ def run_study(overrides: Sequence[str]) -> Report:
             say("\n".join(f"\n# {batch.name}\n{slurm.render(batch)}" for batch in batches(study, left)))
         return report
     record(study)
+    left = [p for p in left if not adopt(p)]
     if on_cluster and left:
         slurm.submit(batches(study, left))
         report.submitted = True
@@ -58,6 +61,21 @@ def run_study(overrides: Sequence[str]) -> Report:
     for name, outcome in report.failed.items():
         say(outcome.text(name))
     return report
+
+
+def adopt(point: Point) -> bool:
+    """Share a point that another study of the same outputs has done: by a link to its folder. True: it is done now."""
+    if point.dir.is_symlink() and not point.dir.exists():
+        point.dir.unlink()  # the other study was deleted
+    if point.dir.exists():
+        return False
+    for folder in sorted(Path(point.cfg.paths.outputs).glob(f"*/{point.name}")):
+        point.dir.symlink_to(os.path.relpath(folder, point.dir.parent))
+        if Job("point", point.cfg).is_done():
+            say(f"{point.name}: done by study {folder.parent.name!r}, shared")
+            return True
+        point.dir.unlink()
+    return False
 
 
 def batches(study: Study, left: list[Point]) -> list[slurm.Batch]:

@@ -52,7 +52,7 @@ def test_fixed_steps_are_passes_over_the_data(cfg: Config) -> None:
 
 
 def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> None:
-    overrides = [f"paths.outputs={tmp_path}"]
+    overrides = [f"paths.outputs={tmp_path}", "corpus.sequences=256", "corpus.max_length=512"]
     study = plan(overrides)
     assert "at most 131,072 tokens; disk and FLOPs are known once" in describe(study)
     write_json(Path(study.cfg.paths.target) / "config.json", SMOLLM2)

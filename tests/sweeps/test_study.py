@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_a_study_does_everything_once(bench: Bench) -> None:
     out = bench.run(*TWO, "train.log_every=3", "tracker=tensorboard")  # what does not define a result
     assert "2 points, 2 done" in out
     assert bench.calls() == ["prepare", "capture 0/1", *trained, "report", "report"]
+
+
+def test_a_point_that_another_study_has_done_is_shared(bench: Bench) -> None:
+    bench.run("study", "data.scale=1", "seed=0")
+    other = ("study", "data.scale=1,2", "seed=0", "study.name=other")
+    out = bench.run(*other)
+    assert f"{NAMES[0]}: done by study 'quickstart', shared" in out
+    assert bench.calls("train") == [f"train {name}" for name in NAMES]
+    assert out.splitlines()[-3] == f"summary of {', '.join(NAMES)}"  # its report has both
+    shutil.rmtree(bench.study)
+    bench.run(*other)
+    assert bench.calls("train") == [f"train {name}" for name in (*NAMES, NAMES[0])]
 
 
 def test_killed_in_the_middle_and_run_again(bench: Bench) -> None:
@@ -115,9 +128,9 @@ def test_two_studies_at_once_share_the_work(bench: Bench) -> None:
 
 
 def test_a_dry_run_does_nothing(bench: Bench) -> None:
-    out = bench.run(*TWO, "dry_run=true")
+    out = bench.run(*TWO, "dry_run=true", "corpus.sequences=256", "corpus.max_length=512")
     assert "2 points, 0 done" in out
-    assert all(name in out for name in NAMES)
+    assert all(name in out for name in ("eagle3-x1-s0-", "eagle3-x2-s0-"))
     assert "256 sequences, at most 131,072 tokens" in out
     assert list(bench.folder.iterdir()) == []
 

@@ -116,7 +116,7 @@ def wandb_records(run_dir: Path) -> list[dict[str, Any]]:
 def test_wandb_offline_run_is_read_back_by_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", minversion="0.31")  # older ones have no `leet inspect`
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    cfg = config.compose(["tracker=wandb", "tracker.project=proof", "data.scale=2"])
+    cfg = config.compose(["tracker=wandb", "tracker.project=proof", "data.scale=2", "data.base_sequences=32"])
     tracker = make_tracker(cfg, tmp_path / "run")
     tracker.log({"loss": 1.5, "loss_steps": [1.0, 2.0]}, 1)
     tracker.log({"loss": 1.25}, 2)
