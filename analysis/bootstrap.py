@@ -95,7 +95,7 @@ def _within(log_loss: Array, cell: NDArray[np.int64]) -> tuple[Array, int]:
     return out, freedom
 
 
-def _around_line(log_loss: Array, doublings: Array) -> tuple[Array, int]:
+def around_line(log_loss: Array, doublings: Array) -> tuple[Array, int]:
     """Deviations [..., n] from a straight line in log2 x."""
     basis = np.stack([np.ones_like(doublings), doublings], -1)
     hat = basis @ np.linalg.pinv(basis)
@@ -114,13 +114,13 @@ def seed_variance(log_loss: Array, replicates: Array | None, cell: NDArray[np.in
     if freedom == 0:
         if len(log_loss) < 4 or len(np.unique(doublings)) < 3:
             return SeedVariance(0.0, 0.0, 0, "none: one seed a point and too few points")
-        deviations, freedom = _around_line(log_loss, doublings)
+        deviations, freedom = around_line(log_loss, doublings)
         source = "scatter around a straight line (one seed a point)"
     total = float((deviations**2).sum() / freedom)
     if replicates is None:
         return SeedVariance(total, 0.0, freedom, source)
     centred = replicates - replicates.mean(0)
-    noise = estimator(centred, cell)[0] if source.startswith("seeds") else _around_line(centred, doublings)[0]
+    noise = estimator(centred, cell)[0] if source.startswith("seeds") else around_line(centred, doublings)[0]
     return SeedVariance(total, float((noise**2).sum(-1).mean() / freedom), freedom, source)
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import f as f_distribution
 
 from analysis.forms import Array, Form
 from analysis.quantities import Quantity
-from analysis.solver import HUBER, huber, refine, solve, solve_many_starts
+from analysis.solver import HUBER, refine, solve, solve_many_starts
 
 CONVERGED, AT_BOUND, UNDER_IDENTIFIED, FAILED = "converged", "at bound", "under-identified", "failed"
 LEVEL = 0.95
@@ -313,24 +312,3 @@ def _crossing(values: Array, profile: Array, threshold: float) -> float | None:
     k = int(above[0])
     share = (threshold - profile[k - 1]) / (profile[k] - profile[k - 1])
     return float(values[k - 1] + share * (values[k] - values[k - 1]))
-
-
-def robust_sigma(form: Form, data: Data, delta: float = HUBER) -> float:
-    """Scatter of log loss around a form, where no run has a standard error: least squares' residual deviation."""
-    theta, _, _ = solve_many_starts(form, data.inputs, data.log_loss, np.ones_like(data.loss), delta=1e6)
-    residual = data.log_loss - np.log(form.loss(theta, data.inputs))
-    return float(np.sqrt((huber(residual, 1e6) * 2).sum() / max(1, len(residual) - len(theta))))
-
-
-def residual_table(result: FitResult, labels: Sequence[str]) -> pd.DataFrame:
-    """Measured, fitted and standardised residual of every run, outliers marked."""
-    quantity = result.data.quantity
-    return pd.DataFrame(
-        {
-            "run": list(labels),
-            "measured": quantity.from_loss(result.data.loss),
-            "fitted": result.curve(result.data.inputs),
-            "residual": result.residuals,
-            "outlier": result.outliers,
-        }
-    )

@@ -8,15 +8,17 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.bootstrap import SeedVariance, resample_runs, seed_variance
+from analysis.bootstrap import SeedVariance, around_line, resample_runs, seed_variance
 from analysis.cautions import cautions
-from analysis.fitting import Data, Estimate, FitResult, fit, robust_sigma
+from analysis.fitting import Data, Estimate, FitResult, fit
 from analysis.forms import JOINT, LOG_LINEAR, REPETITION, Array, Form, data_forms
 from analysis.quantities import Quantity, quantity
 from analysis.selection import select
 from analysis.series import choose_axis, group, prompt_replicates, quantities_of
 from analysis.study import REPLICATES, Analysis, PositionModel, QuantityFit, Series, SlopeComparison, compose_tau
 from analysis.table import Table
+
+SMALLEST_LOSS = 1e-6  # a perfect head has no logarithm
 
 
 def analyse(
@@ -41,8 +43,8 @@ def analyse(
     series = []
     for label, members in group(runs):
         columns = [place[run] for run in members]
-        own = {n: None if r is None or np.isnan(r[:, columns]).any() else r[:, columns] for n, r in prompts.items()}
-        series.append(_analyse_series(table, label, members, axis, own, rng, profiles))
+        own = {n: r[:, columns] for n, r in prompts.items() if r is not None and not np.isnan(r[:, columns]).any()}
+        series.append(_analyse_series(table, label, members, axis, own, replicates, rng, profiles))
     warnings = [*table.notes, *notes, *cautions(table, series)]
     return Analysis(table, axis, series, _joint_fits(table, axis, series), _compare(series), warnings)
 
@@ -52,7 +54,8 @@ def _analyse_series(
     label: str,
     members: NDArray[np.int64],
     axis: str,
-    prompts: dict[str, Array | None],
+    prompts: dict[str, Array],
+    replicates: int,
     rng: np.random.Generator,
     profiles: bool,
 ) -> Series:
@@ -64,10 +67,8 @@ def _analyse_series(
         values = runs[name].to_numpy(dtype=float)
         keep = np.isfinite(values)
         if keep.any():
-            replicates = prompts.get(name)
-            data, seeds = _data(
-                quantity(name, steps), x[keep], values[keep], None if replicates is None else replicates[:, keep], rng
-            )
+            own = prompts[name][:, keep] if name in prompts else None
+            data, seeds = _data(quantity(name, steps), x[keep], values[keep], own, replicates, rng)
             fits[name] = _fit_quantity(data, seeds, profiles)
     return Series(
         label=label,
@@ -82,27 +83,33 @@ def _analyse_series(
 
 
 def _data(
-    target: Quantity, x: Array, values: Array, prompts: Array | None, rng: np.random.Generator
+    target: Quantity, x: Array, values: Array, prompts: Array | None, replicates: int, rng: np.random.Generator
 ) -> tuple[Data, SeedVariance]:
-    """Loss-like values with standard errors and replicates that hold prompt and seed noise."""
-    floor = 1e-6
-    loss = np.maximum(target.to_loss(values), floor)
-    cell = np.unique(x, return_inverse=True)[1]
-    replicates = REPLICATES if prompts is None else len(prompts)
-    log_prompts = None if prompts is None else np.log(np.maximum(target.to_loss(prompts), floor))
-    seeds = seed_variance(np.log(loss), log_prompts, cell, np.log2(x))
-    base = np.repeat(np.log(loss)[None], replicates, 0) if log_prompts is None else log_prompts
-    draws = resample_runs(base, seeds, cell, rng)
-    # Residuals from a curve do not hold the noise that all runs share, so the weights do not either.
-    own = 0.0 if log_prompts is None else (log_prompts - log_prompts.mean(1, keepdims=True)).var(0, ddof=1)
+    """Loss-like values [n] with standard errors, and replicates [R, n] that hold prompt and seed noise.
+
+    `prompts` [R, n]: the values under resampled prompts. Where neither noise is known, there are no replicates, and the
+    scatter around a straight line serves as standard error.
+    """
+    log_loss = np.log(np.maximum(target.to_loss(values), SMALLEST_LOSS))
+    cell, doublings = np.unique(x, return_inverse=True)[1], np.log2(x)
+    log_prompts = None if prompts is None else np.log(np.maximum(target.to_loss(prompts), SMALLEST_LOSS))
+    seeds = seed_variance(log_loss, log_prompts, cell, doublings)
+    own = np.zeros(len(x))
+    if log_prompts is not None:
+        # Residuals from a curve do not hold the noise that all runs share, so the weights do not either.
+        shared = log_prompts.mean(1, keepdims=True) if len(x) > 1 else 0.0
+        own = (log_prompts - shared).var(0, ddof=1)
     variance = seeds.seed + own
-    known = bool(np.all(variance > 1e-12))
-    sigma = np.sqrt(variance) * np.ones(len(x)) if known else np.ones(len(x))
-    data = Data(target, (x / x.min())[:, None], np.array([x.min()]), loss, sigma, cell, draws if known else None)
-    if not known:
-        scatter = robust_sigma(LOG_LINEAR, data) if data.scales > 2 else 0.0
-        data = Data(target, data.inputs, data.reference, loss, sigma * (scatter or 1.0), cell, None)
-    return data, seeds
+    draws = None
+    if (variance > SMALLEST_LOSS**2).all():
+        base = np.repeat(log_loss[None], replicates, 0) if log_prompts is None else log_prompts
+        draws = resample_runs(base, seeds, cell, rng)
+    else:
+        residual, freedom = around_line(log_loss, doublings)
+        scatter = (residual**2).sum() / freedom if freedom > 0 else 0.0
+        variance = np.full(len(x), scatter or 1.0)
+    inputs, reference = (x / x.min())[:, None], np.array([x.min()])
+    return Data(target, inputs, reference, np.exp(log_loss), np.sqrt(variance), cell, draws), seeds
 
 
 def _fit_quantity(data: Data, seeds: SeedVariance, profiles: bool) -> QuantityFit:

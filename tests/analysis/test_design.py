@@ -12,7 +12,7 @@ from analysis.design import Power
 
 @pytest.fixture(scope="module")
 def quick() -> Power:
-    return power([1, 2, 4, 8], 2, simulations=100)
+    return power([1, 2, 4, 8], 2, simulations=60)
 
 
 def test_more_data_of_any_kind_sees_smaller_gains(quick: Power) -> None:
@@ -32,7 +32,7 @@ def test_a_pilot_with_noisier_seeds_needs_a_larger_gain(tmp_path_factory: pytest
     from analysis.simulate import Noise
 
     folder = write_study(tmp_path_factory.mktemp("pilot") / "p", noise=Noise(seed_sd=0.3))
-    noisy = power([1, 2, 4, 8], 2, pilot=load_runs(folder), simulations=60)
+    noisy = power([1, 2, 4, 8], 2, pilot=load_runs(folder), simulations=40)
     assert "measured on the pilot" in noisy.text()
     assert noisy.minimum_gain > 1.5 * quick.minimum_gain
 
