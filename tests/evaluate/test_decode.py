@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train import config
-from eagle3_train.config import Config, TaskConfig, digest
+from eagle3_train.config import Config, TaskConfig, TreeConfig, digest
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.evaluate import decode, decode_tasks, measure
