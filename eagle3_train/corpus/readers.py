@@ -18,19 +18,30 @@ from eagle3_train.console import progress_bar
 from eagle3_train.files import file_fingerprint, find_package_file
 
 from .messages import Conversation, Unusable, conversation_of
-from .scan import ScanReport, scan_lines, scan_objects
+from .scan import ScanReport, Stream, scan_lines, scan_objects
 
 
-def _arrow(codec: str) -> Callable[[BinaryIO], Any]:
-    return lambda file: pa.BufferedInputStream(pa.CompressedInputStream(pa.PythonFile(file), codec), 1 << 16)
+class _ArrowStream:
+    """A stream that Arrow decompresses; one that breaks off says so as Python's own do, by EOFError."""
+
+    def __init__(self, file: BinaryIO, codec: str) -> None:
+        self._stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), codec)
+
+    def read1(self, size: int, /) -> bytes:
+        try:
+            return self._stream.read(min(size, 1 << 16))
+        except OSError as e:
+            if "Truncated" in str(e):
+                raise EOFError from e
+            raise
 
 
-OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
+OPENERS: dict[str, Callable[[BinaryIO], Stream]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _arrow("zstd"),
-    ".lz4": _arrow("lz4"),
+    ".zst": lambda file: _ArrowStream(file, "zstd"),
+    ".lz4": lambda file: _ArrowStream(file, "lz4"),
 }
 SCANNERS = {"sharegpt": scan_objects, "jsonl": scan_lines}
 

@@ -6,13 +6,18 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedIOBase
-from typing import Any
+from typing import Any, Protocol
 
 # A whole string, a bracket, or a quote whose string is not whole in what has been read so far.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]|"', re.DOTALL)
 CHUNK = 1 << 20
 MAX_OBJECT_BYTES = 256 << 20  # memory bound: a longer object is taken for broken, and reading ends there
+
+
+class Stream(Protocol):
+    """What bytes are read from: `read1` gives some, at most `size`, and none at the end."""
+
+    def read1(self, size: int, /) -> bytes: ...
 
 
 @dataclass
@@ -26,7 +31,7 @@ class ScanReport:
     stream_cut: bool = False  # a compressed stream that ends too early
 
 
-def scan_objects(file: BufferedIOBase, report: ScanReport) -> Iterator[dict[str, Any]]:
+def scan_objects(file: Stream, report: ScanReport) -> Iterator[dict[str, Any]]:
     """The objects of `[{...}, {...}]`, or of objects one after another (JSON lines too), in file order.
 
     Memory: one object and one chunk. Brackets are followed outside strings only, so each object is parsed once, when it
@@ -64,20 +69,23 @@ def scan_objects(file: BufferedIOBase, report: ScanReport) -> Iterator[dict[str,
         report.cut_bytes = len(buffer) - start
 
 
-def scan_lines(file: BufferedIOBase, report: ScanReport) -> Iterator[dict[str, Any]]:
+def scan_lines(file: Stream, report: ScanReport) -> Iterator[dict[str, Any]]:
     """The objects of JSON lines. A malformed line is counted and passed over; a last one without its end is cut."""
-    while line := _line(file, report):
-        report.bytes += len(line)
-        if not line.strip():
-            continue
+    rest = b""
+    while chunk := _read(file, CHUNK, report):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip() and (value := _parse(line, report)) is not None:
+                yield value
+    if rest.strip():
         malformed = report.malformed
-        if (value := _parse(line, report)) is not None:
+        if (value := _parse(rest, report)) is not None:
             yield value
-        elif not line.endswith(b"\n"):
-            report.malformed, report.cut_bytes = malformed, len(line)
+        else:
+            report.malformed, report.cut_bytes = malformed, len(rest)
 
 
-def _read(file: BufferedIOBase, size: int, report: ScanReport) -> bytes:
+def _read(file: Stream, size: int, report: ScanReport) -> bytes:
     """`size` bytes, fewer only at the end. A stream that breaks off gives what came before, which `read` would lose."""
     chunk = bytearray()
     try:
@@ -87,14 +95,6 @@ def _read(file: BufferedIOBase, size: int, report: ScanReport) -> bytes:
         report.stream_cut = True
     report.bytes += len(chunk)
     return bytes(chunk)
-
-
-def _line(file: BufferedIOBase, report: ScanReport) -> bytes:
-    try:
-        return file.readline()
-    except EOFError:
-        report.stream_cut = True
-        return b""
 
 
 def _parse(raw: bytes, report: ScanReport) -> dict[str, Any] | None:

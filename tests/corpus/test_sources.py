@@ -55,13 +55,15 @@ def test_files_plain_and_compressed(format: str, suffix: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("format", ["sharegpt", "jsonl"])
-def test_a_compressed_file_that_is_cut_gives_what_is_there(format: str, tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl.gz"
-    path.write_bytes(gzip.compress(LINES)[:-200])
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_that_is_cut_gives_what_is_there(format: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"chats.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](LINES)[:-40])
     found, report = read(SourceConfig(name="s", format=format, path=str(path)))
     assert report.stream_cut
-    assert 100 < len(found) < 300
     assert [c.sample_id for c in found] == [f"s/r{i}" for i in range(len(found))]
+    assert len(found) < 300
+    assert len(found) > 100 or suffix != ".gz"  # the others are one block here, which is whole or lost
 
 
 def test_data_sets_in_parquet_folders_and_saved(tmp_path: Path) -> None:
