@@ -44,7 +44,8 @@ def select(results: list[FitResult]) -> Selection | None:
     the identified ones go first, then the lowest AICc. None where no form can be held out (too few scales).
     """
     candidates = {r.name: r for r in results if r.held_out is not None and r.status != FAILED}
-    if not candidates:
+    # Of two scales, one held out leaves one: it can tell no form from a constant.
+    if not candidates or len(np.unique(results[0].data.scale)) < 3:
         return None
     errors = {name: abs(r.held_out or 0.0) for name, r in candidates.items()}
     smallest = min(errors, key=lambda name: errors[name])
