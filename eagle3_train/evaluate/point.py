@@ -70,7 +70,8 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         started = time.perf_counter()
         decoded = [t for t in tasks if t.name in cfg.eval.decode_tasks]
         folder = prepare_target(cfg.target, cfg.paths.target)
-        Store.open(cfg.paths.store).expect(target_hash=weight_hash(folder))
+        for task in decoded:
+            Store.open(f"{transcripts}/{task.name}").expect(target_hash=weight_hash(folder))
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
         proposers: list[Proposer] = [Chain(head.steps), *trees]
