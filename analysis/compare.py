@@ -18,7 +18,7 @@ from analysis.quantities import AXES
 from analysis.reporting import write_report
 from analysis.study import REPLICATES, Analysis
 from analysis.table import Table, load_runs
-from analysis.tables import DASH, bracketed, number, point_means, text_table
+from analysis.tables import DASH, INTERVAL, bracketed, number, point_means, text_table
 
 
 def side_by_side(analysis: Analysis) -> pd.DataFrame:
@@ -26,10 +26,8 @@ def side_by_side(analysis: Analysis) -> pd.DataFrame:
     columns = {}
     for s in analysis.series:
         if "tau" in s.fits:
-            means = point_means(s.fits["tau"])
-            columns[s.label] = {
-                scale: bracketed(r.value, r.lo, r.hi) for scale, r in zip(s.scales, means.itertuples(), strict=False)
-            }
+            means = point_means(s.fits["tau"])[INTERVAL].to_numpy()
+            columns[s.label] = {scale: bracketed(*row) for scale, row in zip(s.scales, means, strict=False)}
     table = pd.DataFrame(columns).sort_index()
     table.insert(0, "data", [f"{x:g}x" for x in table.index])
     return table.reset_index(drop=True).fillna(DASH)

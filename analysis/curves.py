@@ -13,7 +13,7 @@ from analysis.forms import BROKEN_POWER, CONSTANT, Array
 from analysis.study import EXTRAPOLATE, Analysis, PositionModel, QuantityFit, Series
 from analysis.style import INK, MUTED, NARROW, SERIES, WIDE
 from analysis.table import FAILED
-from analysis.tables import bracketed, extrapolation_table, point_means
+from analysis.tables import INTERVAL, bracketed, extrapolation_table, point_means
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,12 +118,12 @@ def alphas(analysis: Analysis) -> Picture | None:
             "draft head": s.label,
             "position": str(i),
             "data": f"{scale:g}x",
-            "alpha [95 %]": bracketed(r.value, r.lo, r.hi),
+            "alpha [95 %]": bracketed(*row),
         }
         for s in shown
         for i in range(s.draft_steps)
         if f"alpha_{i}" in s.fits
-        for scale, r in zip(s.scales, point_means(s.fits[f"alpha_{i}"]).itertuples(), strict=False)
+        for scale, row in zip(s.scales, point_means(s.fits[f"alpha_{i}"])[INTERVAL].to_numpy(), strict=False)
     ]
     return Picture(
         name="alpha",

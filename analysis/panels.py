@@ -135,7 +135,7 @@ def _assumed_speedup(analysis: Analysis) -> Picture | None:
     rows = [
         {"data": f"{x / s.base:g}x", "tau": f"{t:.3f}"}
         | {f"c = {c:g}": f"{speedup_at(t, s.draft_steps, c):.3f}x" for c in ASSUMED_COSTS}
-        for x, t in tau.items()
+        for x, t in zip(s.scales, tau, strict=True)
     ]
     return Picture(
         name="speedup",

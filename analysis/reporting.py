@@ -253,7 +253,7 @@ def _provenance(analysis: Analysis) -> list[Part]:
         import yaml
 
         run, config = next(iter(analysis.table.configs.items()))
-        title = f"Configuration of {analysis.table.runs.loc[run, 'point']}"
+        title = f"Configuration of {analysis.table.runs['point'][run]}"
         parts.append(Part(folded=title, pre=yaml.safe_dump(config, sort_keys=False)))
     return parts
 

@@ -24,7 +24,8 @@ def choose_axis(runs: pd.DataFrame, axis: str | None) -> str:
 
 
 def quantities_of(table: Table) -> list[str]:
-    alphas = sorted((c for c in table.runs if c.startswith("alpha_") and "." not in c), key=lambda c: int(c[6:]))
+    alphas = [c for c in map(str, table.runs) if c.startswith("alpha_") and "." not in c]
+    alphas.sort(key=lambda c: int(c[6:]))
     return [n for n in ("tau", *alphas, "val_loss", "val_kl") if table.has(n)]
 
 

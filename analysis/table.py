@@ -262,7 +262,7 @@ def _load_tidy(path: Path) -> Table:
             f"{d}-x{x:g}-s{s}" for d, x, s in zip(runs["draft"], runs["data_scale"], runs["seed"], strict=True)
         ]
     if "draft_steps" not in runs:
-        alphas = [c for c in runs if c.startswith("alpha_") and "." not in c]
+        alphas = [c for c in map(str, runs) if c.startswith("alpha_") and "." not in c]
         if "tau" in runs and not alphas:
             raise ValueError(f"{path}: tau needs its ceiling K + 1: add a column draft_steps (K)")
         runs["draft_steps"] = len(alphas)

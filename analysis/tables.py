@@ -16,6 +16,9 @@ from analysis.table import FAILED
 DASH = "\u2013"  # for a value that is not there
 
 
+INTERVAL = ["value", "lo", "hi"]  # columns of point_means, in the order in which bracketed() takes them
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A number for people; a dash where there is none."""
     return DASH if value is None or not np.isfinite(value) else f"{value:,.{digits}f}"
