@@ -541,6 +541,14 @@ def check(cfg: Config) -> None:
             raise ValueError(f"eval.decode_tasks names {name!r}, which is not among eval.tasks {names}")
 
 
+def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:
+    """ValueError where the target, of `n_layers` decoder layers, has no such layers. Once its config.json is there."""
+    if ids and ids[-1] >= n_layers:
+        raise ValueError(
+            f"capture.layer_ids={ids}: the target has {n_layers} layers, so the highest id is {n_layers - 1}"
+        )
+
+
 def resolve(cfg: DictConfig) -> Config:
     """A composed Hydra configuration as a checked `Config`; every interpolation resolved, paths made absolute."""
     OmegaConf.resolve(cfg)

@@ -169,7 +169,7 @@ def load_target(
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.to(device)  # type: ignore[arg-type]

@@ -175,11 +175,8 @@ def _check(base: Config, points: list[Point]) -> None:
                 f"study {base.study.name!r}: {point.overrides} and {other.overrides} define the same point "
                 f"{point.name}: remove the axis that changes nothing"
             )
-    shape, ids = shape_of(base), base.capture.layer_ids
-    if shape and ids and ids[-1] >= shape.layers:
-        raise ValueError(
-            f"capture.layer_ids={ids}: the target has {shape.layers} layers, so the highest id is {shape.layers - 1}"
-        )
+    if shape := shape_of(base):
+        config.check_layer_ids(base.capture.layer_ids, shape.layers)
     if len({data_identity(p.cfg) for p in points}) > 1:
         raise ValueError(
             f"study {base.study.name!r}: its points do not share their data (an axis changes target, corpus, capture, "

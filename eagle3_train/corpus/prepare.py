@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import Config, CorpusConfig, SourceConfig, digest
+from eagle3_train.config import Config, CorpusConfig, SourceConfig, check_layer_ids, digest
 from eagle3_train.console import progress_bar, say
 from eagle3_train.files import content_fingerprint, read_json, write_json
 from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
@@ -36,6 +36,8 @@ def prepare(cfg: Config) -> dict[str, Any]:
     """
     folder = Path(cfg.paths.corpus)
     target = prepare_target(cfg.target, cfg.paths.target)
+    model = read_json(target / "config.json")
+    check_layer_ids(cfg.capture.layer_ids, model.get("text_config", model)["num_hidden_layers"])
     identity = _identity(cfg, target)
     if (folder / REPORT).is_file():
         report = read_json(folder / REPORT)
