@@ -232,7 +232,7 @@ class SlurmConfig:
 class LaunchConfig:
     kind: str = "local"  # local | torchrun | slurm
     nproc_per_node: int = 1  # processes on each node
-    nodes: int = 1
+    nodes: int = 1  # machines
     rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
     tflops: float | None = None  # sustained by one process, for the hours in the plan; null: as measured, once it is
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

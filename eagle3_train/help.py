@@ -10,6 +10,9 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import yaml
+from omegaconf import OmegaConf
+
 from eagle3_train import config
 from eagle3_train.config import Config
 
@@ -117,7 +120,12 @@ def _value(cfg: Config, key: str) -> Any:
     node: Any = cfg
     for part in key.split("."):
         node = getattr(node, part)
-    return "null" if node is None else str(node).lower() if isinstance(node, bool) else node
+    plain = OmegaConf.to_container(OmegaConf.create({"value": node}))["value"]  # type: ignore[call-overload, index]
+    return (
+        yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), sort_keys=False)
+        .removesuffix("\n...\n")
+        .strip()
+    )
 
 
 def _comment(key: str) -> str:

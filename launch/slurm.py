@@ -89,7 +89,7 @@ def show(batches: Sequence[Batch]) -> str:
         after = [f"{name} {words[condition]}" for name, condition in batch.after.items() if name in names]
         when = f"when {', and '.join(after)}" if after else "at once"
         most = f", at most {batch.at_once} at a time" if batch.at_once < len(batch.jobs) else ""
-        lines.append(f"#   {number}. {batch.name}: {len(batch.jobs)} job(s){most}; starts {when}")
+        lines.append(f"#   {number}. {batch.name}: {len(batch.jobs)} job(s){most}, starts {when}")
     return "\n".join([*lines, *(f"\n# {batch.name}\n{render(batch)}" for batch in batches)])
 
 

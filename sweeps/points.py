@@ -78,7 +78,7 @@ def plan(overrides: Sequence[str]) -> Study:
         points.append(Point(cfg.point_name, cfg, chosen))
     _check(base, points)
     base.study.axes = {key: [yaml.safe_load(value) for value in values] for key, values in axes.items()}
-    unmatched = [f"study.{key}: {dict(item)}" for n, (key, item) in enumerate(items) if n not in found]
+    unmatched = [f"study.{key}: {literal(item)}" for n, (key, item) in enumerate(items) if n not in found]
     return Study(base, points, unmatched)
 
 
