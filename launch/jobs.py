@@ -147,7 +147,7 @@ def is_measured(cfg: Config, folder: Path) -> bool:
 def is_of_another_store(cfg: Config, folder: Path) -> bool:
     """Whether what a point's folder holds was trained on rows that are not those of the store now."""
     now = _fingerprint(cfg)
-    states = [folder / "train.json", *sorted(folder.glob("checkpoints/step-*/state.json"))]
+    states = [folder / "train.json", folder / "result.json", *sorted(folder.glob("checkpoints/step-*/state.json"))]
     found = [_read(path) for path in states]
     trained = {state.get("store_fingerprint") or state.get("plan", {}).get("fingerprint") for state in found}
     return now is not None and bool(trained - {None, now})

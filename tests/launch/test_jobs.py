@@ -89,13 +89,16 @@ def test_a_point_of_another_store_or_of_other_transcripts_is_not_done(compose: C
         write_json(cfg.point_dir / "train.json", {"store_fingerprint": "s"})
         assert Job("point", cfg).is_done() is done
         assert is_of_another_store(cfg, cfg.point_dir) is other
-    (cfg.point_dir / "train.json").unlink()  # interrupted: its checkpoints tell
+    (cfg.point_dir / "train.json").unlink()
+    assert is_of_another_store(cfg, cfg.point_dir)
+    (cfg.point_dir / "result.json").unlink()  # interrupted: its checkpoints tell
+    assert not is_of_another_store(cfg, cfg.point_dir)
     write_json(cfg.point_dir / "checkpoints" / "step-00000007" / "state.json", {"plan": {"fingerprint": "s"}})
     assert is_of_another_store(cfg, cfg.point_dir)
     set_aside(cfg, cfg.point_dir)
     assert not is_of_another_store(cfg, cfg.point_dir)
     (kept,) = cfg.point_dir.iterdir()
-    assert sorted(p.name for p in kept.iterdir()) == ["checkpoints", "result.json"]
+    assert sorted(p.name for p in kept.iterdir()) == ["checkpoints"]
 
 
 def test_a_link_to_another_studys_point_goes_with_its_data(compose: Callable[..., Config], tmp_path: Path) -> None:

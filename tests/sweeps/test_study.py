@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import config
+from eagle3_train.config import digest
+from eagle3_train.files import write_json
 from launch.supervise import GRACE_S
 from sweeps import commands, status
+from sweeps.points import Point
+from sweeps.study import adopt
 from tests.sweeps.conftest import Bench, wait_until
 
 TWO = ("study", "data.scale=1,2", "seed=0")
@@ -63,6 +67,23 @@ def test_a_point_that_another_study_has_done_is_shared(bench: Bench) -> None:
     shutil.rmtree(bench.study)
     bench.run(*other)
     assert bench.calls("train") == [f"train {name}" for name in (*NAMES, NAMES[0])]
+
+
+def test_two_processes_may_share_a_point_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config.compose([f"paths.outputs={tmp_path}", "eval.decode=false"])
+    transcripts = {task.name: "t" for task in cfg.eval.tasks}
+    identities = {"train_identity": digest(cfg.point_identity), "eval_identity": digest(cfg.eval_identity)}
+    write_json(tmp_path / "other" / cfg.point_name / "result.json", identities | {"transcripts": transcripts})
+    cfg.point_dir.parent.mkdir(parents=True)
+    link = Path.symlink_to
+
+    def second(self: Path, target: str) -> None:
+        link(self, target)  # the other process was a moment quicker
+        link(self, target)
+
+    monkeypatch.setattr(Path, "symlink_to", second)
+    assert adopt(Point(cfg.point_name, cfg, {}))
+    assert (cfg.point_dir / "result.json").is_file()
 
 
 def test_changed_data_under_the_same_path_are_trained_on_anew(bench: Bench) -> None:
