@@ -76,9 +76,8 @@ class CorpusConfig:
     max_length: int = 512  # tokens a sequence; whole turns are kept where that is possible
     min_supervised: int = 16  # a sequence with fewer supervised tokens is left out
     near_duplicates: float | None = 0.8  # Jaccard similarity of word 5-grams from which one is left out; null: keep
-    contamination_words: int | None = (
-        13  # left out: what shares so many words in a row with a task's prompt; null: keep
-    )
+    # left out: what shares so many words in a row with a task's prompt; null: keep
+    contamination_words: int | None = 13
     seed: int = 0  # of the global shuffle
 
 
@@ -191,7 +190,7 @@ class EvalConfig:
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
     decode: bool = True  # decode with the real target besides the replay
-    decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
+    decode_dtype: str = "fp32"  # fp32 | bf16; in fp32, greedy decoding equals the target token for token
     trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
     bootstrap: int = 1000  # resamples of the intervals
     generate_batch: int = 32  # prompts generated at once when transcripts are made
