@@ -35,7 +35,7 @@ def cautions(table: Table, series: Iterable[Series]) -> list[str]:
                 points = table.runs.loc[s.runs, "point"].to_numpy()
                 marked = ", ".join(points[best.outliers]) if len(points) == len(best.outliers) else "runs"
                 out.append(
-                    f"{s.label}, {name}: {marked} lies far from the curve; it is kept at Huber's weight and marked"
+                    f"{s.label}, {name}: {marked} lies too far from the fit of the others; it is kept and marked"
                 )
     for column, what, but in (
         ("store_fingerprint", "trained on different stores", "their data axes may not be comparable"),

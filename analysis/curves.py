@@ -51,7 +51,7 @@ def acceptance(analysis: Analysis) -> Picture | None:
         title="Acceptance against training data",
         caption=(
             f"{many} the chosen form with its 95 % band ({analysis.method}); dashed and lighter beyond the data. "
-            "Below, residuals of the runs in their standard errors; a ring marks an outlier, which stays in the fit."
+            "Below, residuals of the runs in their standard errors; a ring marks an outlier, which stays in."
         ),
         alt=" ".join(_alt(s, s.fits["tau"]) for s in shown),
         data=pd.concat([_numbers(analysis, s, s.fits["tau"]) for s in shown], ignore_index=True),

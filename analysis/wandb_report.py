@@ -36,10 +36,9 @@ def build(analysis: Analysis, entity: str, project: str) -> Any:
     blocks: list[Any] = [wr.P(findings.headline(analysis))]
     blocks += [wr.P(text) for text in findings.certainty(analysis)]
     blocks += [wr.H2("Measured"), _markdown(wr, tables.results_table(analysis)), wr.H2("Runs")]
+    # A run set without a project is of the report's own; with one, wandb looks it up, which takes network and login.
     runsets = [
         wr.Runset(
-            entity=entity,
-            project=project,
             name=study,
             filters=f"Metric('Group') = '{study}'",
             groupby=["config.draft.kind", "config.data.scale"],

@@ -19,3 +19,12 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def analysed(study: Path) -> Analysis:
     return analyse(load_runs(study), replicates=200)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests of this folder (the full numbers of simulated studies) run where `-m slow` asks for them."""
+    if "slow" in config.option.markexpr:
+        return
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: ask for it with -m slow"))

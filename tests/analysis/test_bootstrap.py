@@ -44,15 +44,15 @@ def test_no_acceptance_at_all_still_has_a_logarithm() -> None:
 
 
 @given(st.floats(1.05, 3.5), st.integers(2, 7))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_simulated_population_has_the_tau_that_was_asked_for(tau: float, steps: int) -> None:
     tau = min(tau, steps + 0.5)
     noise = Noise()
     logits = alphas_for_tau(tau, steps, noise)
     rng = np.random.default_rng(0)
-    alpha = 1 / (1 + np.exp(-(logits[None, :] + noise.prompt_sd * rng.standard_normal((200_000, 1)))))
+    alpha = 1 / (1 + np.exp(-(logits[None, :] + noise.prompt_sd * rng.standard_normal((100_000, 1)))))
     prompt_tau = 1 + np.cumprod(alpha, -1).sum(-1)
-    assert 1 / (1 / prompt_tau).mean() == pytest.approx(tau, rel=3e-3)
+    assert 1 / (1 / prompt_tau).mean() == pytest.approx(tau, rel=5e-3)
 
 
 def test_tau_outside_its_range_is_refused() -> None:

@@ -33,7 +33,8 @@ def test_the_report_holds_answer_run_sets_curves_and_fits(analysed: Analysis) ->
     assert "not identified" in text
     grid = next(b for b in spec["spec"]["blocks"] if b["type"] == "panel-grid")["metadata"]
     (runset,) = grid["runSets"]
-    assert runset["project"] == {"name": "eagle3-scaling", "entityName": "someone"}
+    assert spec["project"] == {"name": "eagle3-scaling", "entityName": "someone"}
+    assert runset.get("project") is None  # the report's own
     assert "quickstart" in json.dumps(runset["filters"])
     panels = grid["panelBankSectionConfig"]["panels"]
     metrics = json.dumps(panels)
