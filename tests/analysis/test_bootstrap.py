@@ -92,7 +92,19 @@ def test_one_seed_a_point_takes_the_scatter_around_a_line_and_says_so() -> None:
     assert "straight line" in totals[0].source
     short = seed_variance(log_loss[0, :3], None, cell[:3], doublings[:3])
     assert short.freedom == 0
-    assert "none" in short.source
+    assert "too few points" in short.source
+
+
+def test_one_bad_run_does_not_stretch_the_typical_variance() -> None:
+    doublings, cell = np.repeat(np.arange(6.0), 3), np.repeat(np.arange(6), 3)
+    rng = np.random.default_rng(0)
+    clean = 1 - 0.1 * doublings + 0.02 * rng.standard_normal(18)
+    bad = clean.copy()
+    bad[4] += 0.5
+    before, after = (seed_variance(y, None, cell, doublings) for y in (clean, bad))
+    assert before.typical == pytest.approx(before.total, rel=0.8)
+    assert after.typical < 4 * before.typical
+    assert after.total > 20 * before.total
 
 
 def test_drawn_seeds_have_the_tails_of_few_degrees_of_freedom() -> None:
