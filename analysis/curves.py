@@ -141,8 +141,9 @@ def alphas(analysis: Analysis) -> Picture | None:
 
 
 def extrapolation(analysis: Analysis) -> Picture | None:
-    """What each form of tau says beyond the data: a row a form, a panel a multiple, the first series with a choice."""
-    s = next((s for s in analysis.series if "tau" in s.fits and s.fits["tau"].selection is not None), None)
+    """What each form of tau says beyond the data: a row a form, a panel a multiple, for the series that gains most."""
+    able = [s for s in analysis.series if "tau" in s.fits and s.fits["tau"].selection is not None]
+    s = max(able, key=_gain, default=None)
     multiples = [] if s is None else [m for m in EXTRAPOLATE if m > max(s.scales)]
     if s is None or not multiples:
         return None
@@ -193,6 +194,12 @@ def extrapolation(analysis: Analysis) -> Picture | None:
         data=table,
         draw=draw,
     )
+
+
+def _gain(s: Series) -> float:
+    """Gain of tau per doubling."""
+    gain = s.fits["tau"].gain
+    return 0.0 if gain is None else gain.value
 
 
 def _draw_quantity(

@@ -197,14 +197,15 @@ def _joint_data(parts: Sequence[Data], raw: Array, form: Form) -> Data:
 
 
 def _compare(series: list[Series]) -> list[SlopeComparison]:
-    """Every pair of series with a slope of tau. Prompts are shared draws, so their common noise cancels."""
+    """Every pair of series with a slope of tau, the steeper one first. Prompts are shared draws: their noise cancels."""
     slopes = {}
     for s in series:
         line = s.fits["tau"].results.get(LOG_LINEAR.name) if "tau" in s.fits else None
         if line is not None and line.draws is not None:
             slopes[s.label] = (float(line.theta[1]), line.draws[:, 1])
     out = []
-    for (a, (value_a, draws_a)), (b, (value_b, draws_b)) in combinations(slopes.items(), 2):
+    steepest_first = sorted(slopes.items(), key=lambda item: -item[1][0])
+    for (a, (value_a, draws_a)), (b, (value_b, draws_b)) in combinations(steepest_first, 2):
         difference = draws_a - draws_b
         lo, hi = np.quantile(difference, [0.025, 0.975])
         estimate = Estimate(value_a - value_b, float(lo), float(hi), float(difference.std(ddof=1)))

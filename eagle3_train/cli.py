@@ -26,7 +26,8 @@ from eagle3_train.help import all_keys, overview, step_help
 from eagle3_train.steps import STEPS, Call, run_step
 
 HELP = {"-h", "--help"}
-MISTAKES = (ValueError, HydraException, OmegaConfBaseException)
+# OSError: a full disk, a folder that cannot be written; ArithmeticError: a loss that is not finite, a number too large.
+MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseException)
 SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
 
 

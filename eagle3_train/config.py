@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,14 @@ class Config:
         }
 
     @property
+    def data_identity(self) -> dict[str, Any]:
+        """What the rows of the store depend on, flat, so that a difference has a name; paths do not define them."""
+        corpus = {f"corpus.{k}": v for k, v in asdict(self.corpus).items() if k not in ("path", "validation_sequences")}
+        target = {f"target.{k}": getattr(self.target, k) for k in ("name", "model", "revision", "chat_template_args")}
+        capture = {f"capture.{k}": getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
+        return target | corpus | capture
+
+    @property
     def point_name(self) -> str:
         """Folder of the point: readable, and unique by a hash of what defines it. All ranks agree on it."""
         return f"{self.draft.kind}-x{self.data.scale:g}-s{self.seed}-{digest(self.point_identity)}"
@@ -355,12 +365,32 @@ POSITIVE = (
     "train.keep_last",
     "optim.lr",
     "optim.clip_norm",
+    "optim.eps",
+    "train.step_weight",
+    "eval.bootstrap",
+    "eval.generate_batch",
+    "eval.decode_prompts",
     "launch.nproc_per_node",
     "launch.nodes",
     "launch.slurm.points_at_once",
     "launch.slurm.capture_jobs",
     "launch.slurm.attempts",
 )
+
+
+POSITIVE_IF_SET = (
+    "corpus.sequences",
+    "corpus.near_duplicates",
+    "corpus.contamination_words",
+    "train.steps",
+    "train.micro_batch_tokens",
+    "train.checkpoint_every",
+    "train.eval_every",
+    "engine.shard_size",
+    "launch.tflops",
+)
+NOT_NEGATIVE = ("seed", "corpus.seed", "corpus.min_supervised", "optim.weight_decay")
+FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
 
 
 def check(cfg: Config) -> None:
@@ -376,8 +406,27 @@ def check(cfg: Config) -> None:
         if value(key) not in allowed:
             raise ValueError(f"{key}={value(key)!r} is not one of {', '.join(allowed)}")
     for key in POSITIVE:
-        if not value(key) > 0:
-            raise ValueError(f"{key}={value(key)} must be greater than 0")
+        if not 0 < value(key) < math.inf:
+            raise ValueError(f"{key}={value(key)} must be greater than 0, and finite")
+    for key in POSITIVE_IF_SET:
+        if value(key) is not None and not value(key) > 0:
+            raise ValueError(f"{key}={value(key)} must be greater than 0, or null")
+    for key in NOT_NEGATIVE:
+        if not 0 <= value(key) < math.inf:
+            raise ValueError(f"{key}={value(key)} must not be negative, and finite")
+    for key in FRACTIONS:
+        if not 0 <= value(key) <= 1:
+            raise ValueError(f"{key}={value(key)} must lie between 0 and 1")
+    if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
+        raise ValueError(f"optim.betas={cfg.optim.betas} must be two numbers from 0 to below 1")
+    for key, name in (("study.name", cfg.study.name), *((f"eval task {t.name!r}", t.name) for t in cfg.eval.tasks)):
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"{key}: {name!r} becomes the name of a folder: letters, digits, '_', '-' and '.' only")
+    if cfg.corpus.min_supervised >= cfg.corpus.max_length:
+        raise ValueError(
+            f"corpus.min_supervised={cfg.corpus.min_supervised} leaves nothing of sequences of corpus.max_length="
+            f"{cfg.corpus.max_length} tokens: lower it"
+        )
     if not 0 < cfg.corpus.held_out_fraction < 1:
         raise ValueError(f"corpus.held_out_fraction={cfg.corpus.held_out_fraction} must lie between 0 and 1")
     if cfg.corpus.near_duplicates is not None and not 0 < cfg.corpus.near_duplicates <= 1:
@@ -422,6 +471,8 @@ def check(cfg: Config) -> None:
     for task in cfg.eval.tasks:
         if task.source not in ("humaneval", "held_out", "file"):
             raise ValueError(f"eval task {task.name!r}: source={task.source!r} is not humaneval, held_out or file")
+        if min(task.prompts, task.new_tokens, task.max_prompt_tokens) < 1:
+            raise ValueError(f"eval task {task.name!r}: prompts, new_tokens and max_prompt_tokens must be at least 1")
         if task.source == "file" and not task.path:
             raise ValueError(f"eval task {task.name!r}: source=file needs path=FILE.jsonl")
     for tree in cfg.eval.trees:

@@ -79,9 +79,11 @@ class Job:
 
     def _is_stamped(self) -> bool:
         made = all(p.is_file() for p in outputs(self.cfg, self.step))
-        return (
-            made and self._stamp.is_file() and read_json(self._stamp)["identity"] == data_identity(self.cfg, self.step)
-        )
+        try:
+            stamp = read_json(self._stamp) if made and self._stamp.is_file() else {}
+        except ValueError:  # damaged: the step looks for itself at what is there, and stamps anew
+            return False
+        return isinstance(stamp, dict) and stamp.get("identity") == data_identity(self.cfg, self.step)
 
 
 def outputs(cfg: Config, step: str) -> list[Path]:
@@ -111,6 +113,8 @@ def is_measured(cfg: Config) -> bool:
     try:
         result = read_json(cfg.point_dir / "result.json")
     except (FileNotFoundError, ValueError):
+        return False
+    if not isinstance(result, dict):
         return False
     identities = result.get("train_identity"), result.get("eval_identity")
     if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)):

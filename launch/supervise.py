@@ -157,7 +157,11 @@ def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 def _begin(folder: Path, command: Sequence[str], started: float) -> dict[str, Any]:
     path = folder / "status.json"
-    attempt = read_json(path)["attempt"] + 1 if path.is_file() else 1
+    try:
+        last = read_json(path) if path.is_file() else {}
+    except ValueError:  # damaged: it is bookkeeping, and written anew below
+        last = {}
+    attempt = last.get("attempt", 0) + 1 if isinstance(last, dict) else 1
     status = {
         "state": "running",
         "attempt": attempt,

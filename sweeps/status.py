@@ -46,7 +46,7 @@ class JobFolder:
 
 def jobs(study: Path) -> list[JobFolder]:
     """The shared steps, then the points of the plan, then points that were run without it."""
-    if not (study / "study.yaml").is_file() and not any(study.glob("*/config.yaml")):
+    if not (study / "study.yaml").is_file() and not any(study.glob("**/config.yaml")):
         raise ValueError(f"{study} holds no study yet: `eagle3 study` starts one (study=NAME chooses another)")
     planned = [p["name"] for p in read_json(study / "points.json")] if (study / "points.json").is_file() else []
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
@@ -132,7 +132,8 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
 
 def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:
     """By what it made: points and shared steps; by how it ended: all else."""
-    path = study / "study.yaml" if job.name in SHARED else job.folder / "config.yaml"
+    plan = study / "study.yaml"  # a shared step may have been started alone, without a study
+    path = plan if job.name in SHARED and plan.is_file() else job.folder / "config.yaml"
     if job.is_point or job.name in SHARED:
         return path.is_file() and Job("point" if job.is_point else job.name, config.load(path)).is_done()
     return last.get("state") == "done"

@@ -16,7 +16,7 @@ from eagle3_train.config import Config, TaskConfig
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.corpus import Row, Template, read_rows
 from eagle3_train.device import DTYPES, resolve_device, tune_allocator
-from eagle3_train.store import Sequence, ShardWriter, finalize, missing_shards
+from eagle3_train.store import Sequence, ShardWriter, finalize, missing_shards, write_origin
 from eagle3_train.target import load_target, load_tokenizer, prepare_target, stop_ids
 
 from .batches import by_length, windows
@@ -50,6 +50,7 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     _announce(cfg, jobs, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
+        write_origin(cfg.paths.store, cfg.data_identity)
         units = [(job, shard) for job in jobs for shard in job.missing]
         worker.run(units[rank::world], jobs[0].compute_dtype)
         for job in jobs:

@@ -21,7 +21,8 @@ from eagle3_train.evaluate.replay import replay_tasks
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.table import evaluation_table
 from eagle3_train.files import read_json, write_json
-from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
+from eagle3_train.store import Store
+from eagle3_train.target import load_tokenizer, prepare_target, stop_ids, weight_hash
 
 SCHEMA = 1
 
@@ -43,6 +44,12 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     if not trained.is_file():
         raise ValueError(f"{trained} is missing: train the point first (eagle3 train)")
     result = read_json(trained)
+    if not isinstance(result, dict) or result.get("train_identity") != digest(cfg.point_identity):
+        raise ValueError(
+            f"{trained} is damaged or of another configuration: delete it and run eagle3 train again (it keeps the "
+            "checkpoints)"
+        )
+    check_transcripts(cfg)
     device = resolve_device(cfg.device)
     transcripts = f"{cfg.paths.store}/transcripts"
     tasks = cfg.eval.tasks
@@ -63,6 +70,8 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         started = time.perf_counter()
         decoded = [t for t in tasks if t.name in cfg.eval.decode_tasks]
         folder = prepare_target(cfg.target, cfg.paths.target)
+        for task in decoded:
+            Store.open(f"{transcripts}/{task.name}").expect(target_hash=weight_hash(folder))
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
         proposers: list[Proposer] = [Chain(head.steps), *trees]
@@ -86,3 +95,16 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     write_json(cfg.point_dir / "result.json", result)
     console.print(evaluation_table(rows))
     return result
+
+
+def check_transcripts(cfg: Config) -> None:
+    """ValueError where a task's transcripts were made for other prompts or lengths than the task now asks for."""
+    for task in cfg.eval.tasks:
+        store = Store.open(f"{cfg.paths.store}/transcripts/{task.name}")
+        made = {"prompts": len(store), "new_tokens": store.spec.sampling.get("max_new_tokens")}
+        if made != {"prompts": task.prompts, "new_tokens": task.new_tokens}:
+            raise ValueError(
+                f"the transcripts of eval task {task.name!r} were made with {made}, the task asks for prompts="
+                f"{task.prompts}, new_tokens={task.new_tokens}: restore these values, or run eagle3 prepare and eagle3 "
+                f"capture again without {store.folder.uri}"
+            )

@@ -4,6 +4,7 @@ from .counts import token_counts
 from .index import Index
 from .loader import Loader
 from .manifest import Manifest, ShardEntry, finalize
+from .origin import expect_origin, write_origin
 from .plan import BatchPlan, prefix_for_tokens
 from .reader import Store, concatenate
 from .schema import CONVENTION, Sequence, StoreSpec
@@ -26,6 +27,7 @@ __all__ = [
     "StoreSpec",
     "TargetPart",
     "concatenate",
+    "expect_origin",
     "finalize",
     "merge",
     "missing_shards",
@@ -35,5 +37,6 @@ __all__ = [
     "shard_name",
     "shard_rows",
     "token_counts",
+    "write_origin",
     "write_target_part",
 ]

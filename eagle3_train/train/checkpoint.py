@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,23 @@ class Checkpoint:
         return read_json(self.path / "state.json")
 
     def weights(self) -> dict[str, Tensor]:
-        return load_file(self.path / "head.safetensors")
+        with self._named():
+            return load_file(self.path / "head.safetensors")
 
     def engine_state(self) -> dict[str, Any]:
-        return torch.load(self.path / "engine.pt", map_location="cpu", weights_only=True)
+        with self._named():
+            return torch.load(self.path / "engine.pt", map_location="cpu", weights_only=True)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Whatever a damaged file makes its reader raise, as an error that names the checkpoint and the way out."""
+        try:
+            yield
+        except Exception as e:
+            raise ValueError(
+                f"checkpoint {self.path} is damaged ({type(e).__name__}: {e}): delete that folder, and train.json "
+                "beside checkpoints/ if it is there; training continues from the checkpoint before it"
+            ) from e
 
 
 def newest(folder: Path) -> Checkpoint | None:

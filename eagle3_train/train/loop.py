@@ -47,7 +47,7 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
 
 def _is_done(cfg: Config) -> bool:
     path = cfg.point_dir / "train.json"
-    return path.exists() and read_json(path)["train_identity"] == digest(cfg.point_identity)
+    return path.exists() and read_json(path).get("train_identity") == digest(cfg.point_identity)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:

@@ -8,7 +8,7 @@ import torch
 from eagle3_train import drafts
 from eagle3_train.config import Config
 from eagle3_train.drafts import Draft, DraftVocab
-from eagle3_train.store import Store, read_target_part, token_counts
+from eagle3_train.store import Store, expect_origin, read_target_part, token_counts
 from eagle3_train.train import checkpoint
 
 
@@ -18,6 +18,7 @@ def open_store(cfg: Config) -> Store:
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
+    expect_origin(store, cfg.data_identity)
     if cfg.data.sequences > len(store):
         raise ValueError(
             f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, the store {cfg.paths.store} holds "

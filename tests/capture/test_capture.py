@@ -187,5 +187,5 @@ def test_states_that_are_not_finite_name_the_sample(cfg: Config, monkeypatch: py
         return model
 
     monkeypatch.setattr(run, "load_target", broken)
-    with pytest.raises(ValueError, match=r"sample 'sharegpt/c\d+_0': hidden states are not finite"):
+    with pytest.raises(ValueError, match=r"sample 'sharegpt/c\d+_0': states are not finite as fp32"):
         capture(cfg)

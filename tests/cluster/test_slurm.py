@@ -24,6 +24,7 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
 MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif("EAGLE3_TEST_SLURM" not in os.environ, reason="EAGLE3_TEST_SLURM=1 asks for it"),
     pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=f"needs root and SLURM (missing: {MISSING})"),
 ]
 

@@ -59,6 +59,7 @@ def tiny_head(
     """A head with all its norms off 1, so that a norm left out is seen."""
     torch.manual_seed(3)
     vocab = DraftVocab(np.array([0, 2, 3, 5, 8, 9, 11, 14, 17, 18, 20, 21, 26]), V, 0.5)
+    draft = {"init_layer": "random"} | draft  # from the target, half of q, k and v would be zero
     head = build(DraftConfig(steps=steps, **draft), target or TinyTarget(), vocab, n_inputs=3)
     assert isinstance(head, Eagle3)
     with torch.no_grad():

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 SMALL = (
     "study=quickstart", "corpus.sequences=12", "corpus.validation_sequences=6", "corpus.max_length=192",
+    "study.decode_points=[]",
     "data.base_sequences=6", "data.scale=1,2", "seed=0", "train.batch_tokens=256", "train.epochs=2",
     "draft.vocab_size=1024", "capture.shards=2", "eval.decode_prompts=3", "eval.bootstrap=200",
     "eval.tasks=[{name:humaneval,source:humaneval,prompts:3,new_tokens:24},"

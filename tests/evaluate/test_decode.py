@@ -17,16 +17,17 @@ from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.evaluate import decode, decode_tasks, measure
 from eagle3_train.evaluate.records import read_records
 from eagle3_train.files import write_json
+from eagle3_train.store import Store
 from tests.evaluate.tiny import NEW, STOPS, trained_head, transcripts, write_store
 from tests.heads import LAYER_IDS, tiny_target
 
-TASK = TaskConfig(name="tiny", source="file", path="-", new_tokens=NEW)
+TASK = TaskConfig(name="tiny", source="file", path="-", prompts=8, new_tokens=NEW)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("transcripts")
-    write_store(path / "tiny", transcripts())
+    write_store(path / "tiny", transcripts(), {"temperature": 0.0, "max_new_tokens": NEW})
     return str(path)
 
 
@@ -71,14 +72,28 @@ def point(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Confi
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "transcripts").symlink_to(folder)
     cfg.eval.tasks, cfg.eval.decode_tasks, cfg.eval.decode_prompts = [TASK], ["tiny"], 2
+    target_hash = Store.open(f"{folder}/{TASK.name}").spec.target_hash
     # The tiny target has no tokenizer that could name its stop tokens.
-    for name, value in (("prepare_target", "-"), ("load_tokenizer", None), ("stop_ids", STOPS)):
+    for name, value in (
+        ("prepare_target", "-"),
+        ("load_tokenizer", None),
+        ("stop_ids", STOPS),
+        ("weight_hash", target_hash),
+    ):
         monkeypatch.setattr(f"eagle3_train.evaluate.point.{name}", lambda *a, value=value: value)
     return cfg
 
 
+def trained(point: Config) -> dict[str, str]:
+    """What train.json must hold to be this point's."""
+    return {"train_identity": digest(point.point_identity)}
+
+
 def test_measure_completes_the_result(point: Config) -> None:
-    write_json(point.point_dir / "train.json", {"draft": "eagle3", "wall_seconds": {"train": 5.0}, "val_loss": 2.5})
+    write_json(
+        point.point_dir / "train.json",
+        trained(point) | {"draft": "eagle3", "wall_seconds": {"train": 5.0}, "val_loss": 2.5},
+    )
     result = measure(point, trained_head(), tiny_target())
     assert result == json.loads((point.point_dir / "result.json").read_text())
     assert (result["schema"], result["draft"], result["val_loss"]) == (1, "eagle3", 2.5)
@@ -91,7 +106,7 @@ def test_measure_completes_the_result(point: Config) -> None:
 
 
 def test_measure_of_trees(point: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(point.point_dir / "train.json", {})
+    write_json(point.point_dir / "train.json", trained(point))
     point.eval.trees = [TreeConfig(2, 2, 4)]
     result = measure(point, trained_head(), tiny_target())
     kinds = [(row["method"], row["shape"]) for row in result["evaluation"]]
@@ -102,7 +117,7 @@ def test_measure_of_trees(point: Config, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_measure_without_the_target_replays_alone(point: Config) -> None:
-    write_json(point.point_dir / "train.json", {})
+    write_json(point.point_dir / "train.json", trained(point))
     result = measure(point, trained_head(), None)
     assert "tau_replay" in result
     assert not {"tau_decode", "speedup", "decode_setup"} & set(result)

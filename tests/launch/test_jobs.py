@@ -94,7 +94,7 @@ def test_one_process_needs_no_torchrun(compose: Callable[..., Config], monkeypat
 def test_several_processes_share_the_cores(compose: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)), raising=False)
-    cfg = compose("launch.nproc_per_node=4", "engine=ddp")
+    cfg = compose("launch.nproc_per_node=4", "engine.kind=ddp")
     assert "--nproc-per-node 4 -m eagle3_train.cli point" in " ".join(command(Job("point", cfg)))
     assert environment(Job("point", cfg)) == {"OMP_NUM_THREADS": "3"}
     assert "torch.distributed.run" not in command(Job("prepare", cfg))  # this step does not divide its work

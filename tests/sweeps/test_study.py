@@ -114,7 +114,7 @@ def test_a_failing_shared_step_stops_the_study(bench: Bench) -> None:
     bench.study.mkdir(parents=True)
     (bench.study / "corpus").write_text("in the way")
     out = bench.run(*TWO, code=1)
-    assert "failed: prepare: failed: exit code 1" in out
+    assert "failed: prepare: failed: exit code 2" in out
     assert bench.calls() == ["prepare"]
 
 

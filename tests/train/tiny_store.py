@@ -54,6 +54,7 @@ def make_study(folder: Path, rows: int = 24) -> None:
 
 
 OVERRIDES = (
+    "draft.init_layer=random",
     "study.name=tiny", "target.name=tiny", "store.dtype=fp32", "corpus.sequences=24", "corpus.max_length=64",
     "data.base_sequences=6", "data.scale=4", "draft.vocab_size=20", "draft.steps=3", "train.batch_tokens=100",
     "train.epochs=3", "train.log_every=1", "train.checkpoint_every=4", "eval.tasks=[]", "eval.decode_tasks=[]",
