@@ -197,7 +197,7 @@ def _joint_data(parts: Sequence[Data], raw: Array, form: Form) -> Data:
 
 
 def _compare(series: list[Series]) -> list[SlopeComparison]:
-    """Every pair of series with a slope of tau, the steeper one first. Prompts are shared draws: their noise cancels."""
+    """Every pair of series with a slope of tau, the steeper first. Prompts are shared draws: their noise cancels."""
     slopes = {}
     for s in series:
         line = s.fits["tau"].results.get(LOG_LINEAR.name) if "tau" in s.fits else None
