@@ -46,8 +46,11 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
 
 
 def _is_done(cfg: Config) -> bool:
+    """With its weights: a head whose checkpoints were removed is trained anew."""
     path = cfg.point_dir / "train.json"
-    return path.exists() and read_json(path).get("train_identity") == digest(cfg.point_identity)
+    if not path.exists() or checkpoint.newest(cfg.point_dir / "checkpoints") is None:
+        return False
+    return read_json(path).get("train_identity") == digest(cfg.point_identity)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:

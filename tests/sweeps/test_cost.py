@@ -56,12 +56,17 @@ def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> N
     study = plan(overrides)
     assert "at most 131,072 tokens; disk and FLOPs are known once" in describe(study)
     write_json(Path(study.cfg.paths.target) / "config.json", SMOLLM2)
-    assert "at most 0.56 GiB of hidden states" in describe(study)
+    text = describe(study)
+    assert "at most 576 MiB of hidden states" in text
+    assert "supervised" not in text  # not known yet
+    assert text.count("at most") == 5  # tokens, both sizes, both FLOPs
+    with pytest.raises(ValueError, match="the target has 30 layers, so the highest id is 29"):
+        plan([*overrides, "capture.layer_ids=[2,99]"])
     part = {"sequences": 256, "tokens": 97529, "supervised_tokens": 72876}
     write_json(Path(study.cfg.paths.corpus) / "report.json", {"parts": {"train": part}})
     text = describe(study)
     assert "256 sequences, 97,529 tokens, 72,876 of them supervised" in text
-    assert "disk: 0.42 GiB of hidden states" in text
+    assert "disk: 429 MiB of hidden states" in text
     assert " at " not in text.splitlines()[-1].partition("train all points")[2]  # no hours yet
     assert "at launch.tflops=2 a process" in describe(plan([*overrides, "launch.tflops=2"]))
     trained = {"train_flops": 1e12, "wall_seconds": {"train": 2.0}}
