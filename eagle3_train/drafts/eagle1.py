@@ -94,7 +94,7 @@ class Eagle1(OnTarget):
         plan = plan_rows(find_segments(batch.loss_mask, batch.starts), steps, batch.input_ids.device)
         embedded = self.next_embeddings(batch)
         start = self._inputs(batch.hidden[:, self.reads])
-        if self.training and self.noise:
+        if self.noise and self.training and torch.is_grad_enabled():  # never while drafting
             start = self._noisy(start, batch)
         joined = self._join(embedded, start)
         keys = Unrolled(self.rotary, self.attention, batch, *attn.key_value(joined))
