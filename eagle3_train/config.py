@@ -115,9 +115,14 @@ class DataConfig:
         return round(self.scale * self.base_sequences)
 
 
-HEADS = {"eagle3", "eagle1"}  # kinds of draft heads
+HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
-UNUSED_BY: dict[str, tuple[str, ...]] = {"eagle1": ("init_lm_head",)}
+UNUSED_BY: dict[str, tuple[str, ...]] = {
+    "eagle1": ("init_lm_head",),
+    "medusa": ("init_lm_head", "init_layer"),
+    "mtp": ("init_lm_head",),
+    "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
+}
 
 
 @dataclass
@@ -133,6 +138,34 @@ class Eagle1Config:
 
 
 @dataclass
+class MedusaConfig:
+    """Medusa."""
+
+    layers: int = 1  # residual blocks a head
+
+
+@dataclass
+class LMConfig:
+    """An independent draft model."""
+
+    layers: int = 2
+
+
+@dataclass
+class BlockConfig:
+    """The parallel block drafter."""
+
+    rank: int = 64  # of the Markov correction
+
+
+@dataclass
+class PromptLookupConfig:
+    """Prompt lookup."""
+
+    max_ngram: int = 3  # longest suffix that is looked up
+
+
+@dataclass
 class DraftConfig:
     """The draft head. What one kind alone has is in a part of its name."""
 
@@ -143,6 +176,10 @@ class DraftConfig:
     init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
     attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
+    medusa: MedusaConfig = field(default_factory=MedusaConfig)
+    lm: LMConfig = field(default_factory=LMConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
+    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -403,6 +440,10 @@ POSITIVE = (
     "optim.clip_norm",
     "optim.eps",
     "draft.eagle1.trained_steps",
+    "draft.medusa.layers",
+    "draft.lm.layers",
+    "draft.block.rank",
+    "draft.prompt_lookup.max_ngram",
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
@@ -541,6 +582,8 @@ def check(cfg: Config) -> None:
             f"draft.eagle1.trained_steps={own.trained_steps} exceeds draft.steps={cfg.draft.steps}: lower it, or "
             "draft more"
         )
+    if cfg.draft.kind == "block" and cfg.draft.steps < 2:
+        raise ValueError(f"draft=block drafts a block: draft.steps={cfg.draft.steps} must be at least 2")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:

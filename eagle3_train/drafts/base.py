@@ -85,6 +85,11 @@ class Draft(nn.Module):
         """[N] bool: positions whose target argmax lies inside the draft vocabulary."""
         raise NotImplementedError
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the head has anything to train."""
+        return any(True for _ in self.parameters())
+
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:
         """[N, K] int64 target token ids: the teacher-forced greedy draft from every supervised anchor; -1 elsewhere."""
