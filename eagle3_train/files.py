@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,32 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of indented JSON. NaN and infinity are refused: no reader outside Python takes them."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`; once the block ends it is made durable and takes the place of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = temporary_path(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for file in (*aside.iterdir(), aside):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if path.exists():
+            old = aside.with_suffix(".old")
+            path.rename(old)
+            aside.rename(path)
+            shutil.rmtree(old)
+        else:
+            aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:
