@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +45,9 @@ def check_export(source: HeadSource, folder: Path, dtype: torch.dtype) -> None:
             "interpreter of an environment that has it (benchmarks/peers.sh makes one)"
         )
         return
-    worst = compare_with_peer(source, folder, dtype, python)
+    (worst,) = compare_with_peer([(source, folder)], dtype, python)
+    if not worst <= TOLERANCE:
+        raise RuntimeError(f"{folder}: speculators computes other logits, {worst:.2e} apart: this is a bug of the export")
     say(f"check: speculators computes the same logits of {source.head.steps} steps (at most {worst:.1e} apart)")
 
 
@@ -75,37 +79,45 @@ def peer_python() -> str | None:
     return sys.executable if importlib.util.find_spec("speculators") else None
 
 
-def compare_with_peer(source: HeadSource, folder: Path, dtype: torch.dtype, python: str) -> float:
-    """Largest difference between our logits and the library's over all steps, relative to the largest logit.
+def compare_with_peer(exports: Sequence[tuple[HeadSource, Path]], dtype: torch.dtype, python: str) -> list[float]:
+    """Largest difference between our logits and the library's over all steps, relative to the largest logit, for each
+    exported head.
 
     Both compute in fp32 from the weights in `dtype`, on the same random states and tokens.
+
+    Raises:
+        RuntimeError: the library does not run a head.
     """
-    head = source.head
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(source.vocab_size, (TOKENS,), generator=g)
-    hidden = torch.randn(TOKENS, head.n_layers, head.hidden_size, generator=g)
+    script = Path(__file__).with_name("peer.py")
     with tempfile.TemporaryDirectory() as scratch:
-        inputs, output = Path(scratch, "inputs.safetensors"), Path(scratch, "output.safetensors")
-        save_file(
-            {
+        runs = []
+        for i, (source, folder) in enumerate(exports):
+            inputs, output = Path(scratch, f"inputs-{i}"), Path(scratch, f"output-{i}")
+            ids, hidden = _example(source)
+            tensors = {
                 "hidden_states": hidden[None, :, :-1].flatten(2).contiguous(),
                 "input_ids": ids.roll(-1)[None].contiguous(),
-                "steps": torch.tensor([head.steps]),
-            },
-            inputs,
-        )
-        script = Path(__file__).with_name("peer.py")
-        run = subprocess.run([python, str(script), str(folder), str(inputs), str(output)], capture_output=True, text=True)
-        if run.returncode:
-            raise RuntimeError(f"speculators does not run {folder}:\n{run.stderr[-4000:]}")
-        theirs = load_file(output)["logits"]
-    worst = 0.0
-    for i, ours in enumerate(our_logits(head, dtype, ids, hidden)):
-        difference = (ours - theirs[i, : len(ours)]).abs().max() / ours.abs().max()
-        worst = max(worst, float(difference))
-    if not worst <= TOLERANCE:
-        raise RuntimeError(f"{folder}: speculators computes other logits, {worst:.2e} apart: this is a bug of the export")
-    return worst
+                "steps": torch.tensor([source.head.steps]),
+            }
+            save_file(tensors, inputs)
+            runs += [str(folder), str(inputs), str(output)]
+        done = subprocess.run([python, str(script), *runs], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"speculators does not run {exports[0][1]}:\n{done.stderr[-4000:]}")
+        theirs = [load_file(output)["logits"] for output in runs[2::3]]
+    return [_difference(source, dtype, logits) for (source, _), logits in zip(exports, theirs, strict=True)]
+
+
+def _example(source: HeadSource) -> tuple[Tensor, Tensor]:
+    """Random tokens [T] and states [T, n + 1, H]."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(source.vocab_size, (TOKENS,), generator=g)
+    return ids, torch.randn(TOKENS, source.head.n_layers, source.head.hidden_size, generator=g)
+
+
+def _difference(source: HeadSource, dtype: torch.dtype, theirs: Tensor) -> float:
+    ours = our_logits(source.head, dtype, *_example(source))
+    return max(float((a - b[: len(a)]).abs().max() / a.abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 class _Rows:
@@ -125,8 +137,6 @@ class _Rows:
 @torch.no_grad()
 def our_logits(head: Eagle3, dtype: torch.dtype, ids: Tensor, hidden: Tensor) -> list[Tensor]:
     """Logits [T - 2 - i, D] of each step i, teacher-forced on one document, in fp32 from weights rounded to `dtype`."""
-    import copy
-
     rounded = copy.deepcopy(head).to("cpu").to(dtype).float()
     batch = DraftBatch(ids, hidden, torch.full_like(ids, -1), np.ones(len(ids), bool), [0, len(ids)])
     kept = _Rows()

@@ -91,6 +91,8 @@ def read_published(path: str | Path) -> Published:
             raise ValueError(f"{folder}: {key}={value!r} is not supported by our EAGLE-3 head")
     if layer.get("model_type", "llama") not in ("llama", "qwen3"):
         raise ValueError(f"{folder}: a head of model_type {layer['model_type']!r}, and only Llama layers are supported")
+    if "hidden_size" not in layer:
+        raise ValueError(f"{folder}: config.json names no hidden_size, so it describes no head")
     found = {_our_name(name): t for name, t in _tensors(folder).items()}
     maps = {name: found.pop(name, None) for name in MAPS}
     embedding = found.pop(EMBEDDING, None)
