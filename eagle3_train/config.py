@@ -175,6 +175,9 @@ class DraftConfig:
     init_lm_head: str = "target"  # target: the target's rows; random
     init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
     attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
+    # A published EAGLE-3 head (a folder or a hub id, docs/export.md) to start from, in place of init_*: its vocabulary
+    # and its sizes hold then.
+    init_from: str | None = None
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
     lm: LMConfig = field(default_factory=LMConfig)
@@ -187,7 +190,19 @@ class DraftConfig:
         rename no point of another kind."""
         draft = asdict(self)
         unused = {"attention", *(HEADS - {self.kind}), *UNUSED_BY.get(self.kind, ())}
+        if self.init_from is None:
+            unused.add("init_from")
         return {key: value for key, value in draft.items() if key not in unused}
+
+
+@dataclass
+class ExportConfig:
+    """A trained head as files that inference engines load."""
+
+    format: str = "speculators"  # speculators (vLLM) | eagle (SGLang, vLLM)
+    path: str | None = None  # the folder to write; null: <point>/export/<format>
+    dtype: str = "auto"  # of the weights: fp32 | bf16 | fp16; auto: the target's own
+    check: bool = False  # read it back bit by bit, and run it in the speculators library where that is installed
 
 
 @dataclass
@@ -328,6 +343,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
@@ -411,6 +427,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.init_lm_head": ("target", "random"),
     "draft.init_layer": ("target", "random"),
     "draft.attention": ("merge", "reference"),
+    "export.format": ("speculators", "eagle"),
+    "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps"),
     "train.oov": ("drop", "keep"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),

@@ -163,6 +163,7 @@ class Eagle3(Draft):
         self.steps = cfg.steps
         self.attention = cfg.attention
         self.vocab = vocab
+        self.layer_config = target.config  # what the layer is built like: sizes and rotary embedding
         self.dims = dims = Dims.of_target(target.config)
         self.n_layers, self.hidden_size = n_inputs + 1, dims.hidden
         self.fc = nn.Linear(n_inputs * dims.hidden, dims.hidden, bias=False)
