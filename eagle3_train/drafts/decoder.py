@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import DraftState
 from eagle3_train.drafts.batch import DraftBatch, StepRows
-from eagle3_train.drafts.eagle3 import MLP, Dims, RMSNorm, Rotary
+from eagle3_train.drafts.layer import MLP, Dims, RMSNorm, Rotary
 
 
 class SelfAttention(nn.Module):

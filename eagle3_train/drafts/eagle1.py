@@ -27,7 +27,7 @@ from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, find_segments, plan_rows
 from eagle3_train.drafts.decoder import DecoderLayer, Unrolled, draft_rows, new_cache, observe_rows
-from eagle3_train.drafts.eagle3 import Rotary, rope_inverse_frequencies
+from eagle3_train.drafts.layer import Rotary, rope_inverse_frequencies
 from eagle3_train.drafts.on_target import OnTarget, Step
 from eagle3_train.drafts.vocab import DraftVocab
 

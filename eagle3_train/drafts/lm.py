@@ -24,7 +24,7 @@ from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import DraftState, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, find_segments, plan_rows
 from eagle3_train.drafts.decoder import DecoderLayer, causal_layer, causal_pairs, draft_rows, new_cache, observe_rows
-from eagle3_train.drafts.eagle3 import RMSNorm, Rotary, rope_inverse_frequencies
+from eagle3_train.drafts.layer import RMSNorm, Rotary, rope_inverse_frequencies
 from eagle3_train.drafts.on_target import OnTarget, Step
 from eagle3_train.drafts.vocab import DraftVocab
 
