@@ -172,7 +172,7 @@ def _run(
         if last_only and number == len(layers) - 1:
             x, inner, positions, mask = x[-1:], inner[-1:], positions[-1:], None
         q = rotary.rotate(layer.self_attn.query(inner), positions, end)
-        kept = (t[:end, number].transpose(0, 1)[None] for t in (state.keys, state.values))
-        attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *kept, attn_mask=mask, enable_gqa=True)
+        k, v = (t[:end, number].transpose(0, 1)[None] for t in (state.keys, state.values))
+        attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True)
         x = layer.finish(x, attended[0].transpose(0, 1))
     return x

@@ -47,7 +47,9 @@ def check_export(source: HeadSource, folder: Path, dtype: torch.dtype) -> None:
         return
     (worst,) = compare_with_peer([(source, folder)], dtype, python)
     if not worst <= TOLERANCE:
-        raise RuntimeError(f"{folder}: speculators computes other logits, {worst:.2e} apart: this is a bug of the export")
+        raise RuntimeError(
+            f"{folder}: speculators computes other logits, {worst:.2e} apart: this is a bug of the export"
+        )
     say(f"check: speculators computes the same logits of {source.head.steps} steps (at most {worst:.1e} apart)")
 
 

@@ -57,7 +57,7 @@ class Published:
             raise ValueError(f"{self.folder}: d2t maps {len(ids)} tokens, lm_head has {size} rows: the file is damaged")
         if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= target_size:
             raise ValueError(
-                f"{self.folder}: d2t leads to target ids {ids.min()}..{ids.max()}, {len(np.unique(ids))} different ones "
+                f"{self.folder}: d2t leads to target ids {ids.min()}..{ids.max()}, {len(np.unique(ids))} of them "
                 f"of {len(ids)}; the target has {target_size}: the head is of another target, or d2t holds ids where "
                 "offsets belong"
             )
@@ -84,7 +84,7 @@ def read_published(path: str | Path) -> Published:
     """
     folder = _folder(path)
     config = _config(folder)
-    layer = config["transformer_layer_config"] if "transformer_layer_config" in config else config
+    layer = config.get("transformer_layer_config", config)
     for key, unsupported in UNSUPPORTED.items():
         value = config.get(key, layer.get(key))
         if value is not None and unsupported(value):

@@ -64,7 +64,7 @@ def _expect_fit(published: Published, config: dict[str, Any], layer_ids: Sequenc
     eps = config.get("rms_norm_eps", 1e-6)
     if published.layer.get("rms_norm_eps", eps) != eps:
         raise ValueError(
-            f"{published.folder} has rms_norm_eps={published.layer['rms_norm_eps']}, the target {eps}: one head with two "
+            f"{published.folder} has rms_norm_eps={published.layer['rms_norm_eps']}, the target {eps}: a head with two "
             "is not supported"
         )
 

@@ -6,7 +6,7 @@ L compares p, the target's distribution restricted to the draft vocabulary and r
 |---|---|---|
 | soft_ce | -sum_v p log q; less p's entropy it is the forward KL | q - p |
 | reverse_kl | sum_v q (log q - log p) | q (log q - log p - L) |
-| tv | 1/2 sum_v abs(p - q): one less the chance that sampling accepts the draft (Leviathan et al. 2023) | q (g - sum q g) |
+| tv | 1/2 sum_v abs(p - q): 1 - the chance that a sampled draft is accepted (Leviathan et al. 2023) | q (g - sum q g) |
 | hard_ce | -log q at p's most likely token | q - onehot |
 
 with g = 1/2 sign(q - p). Dividing by the *global* count makes the loss independent of packing, accumulation and world
@@ -146,9 +146,9 @@ class Objective:
         objective: str = "soft_ce",
         compiled: bool = False,
     ) -> None:
-        geometric = isinstance(step_weight, int | float)
-        weights = [step_weight**i for i in range(len(counts))] if geometric else list(step_weight)
-        self.scales = [w / n if n else 0.0 for w, n in zip(weights, counts.tolist(), strict=True)]
+        if isinstance(step_weight, int | float):
+            step_weight = [float(step_weight) ** i for i in range(len(counts))]
+        self.scales = [w / n if n else 0.0 for w, n in zip(step_weight, counts.tolist(), strict=True)]
         self.oov = oov
         self.mix: Mix = tuple(parse_objective(objective).items())
         self.compiled = compiled

@@ -36,7 +36,7 @@ def eagle(tmp_path: Path) -> Path:
 
 
 def test_a_head_as_the_first_ones_were_published(eagle: Path) -> None:
-    """PyTorch's own file, no layer ids, no embedding, a `model.` prefix, old rotary keys, no sizes that have defaults."""
+    """PyTorch's own file, no layer ids, no embedding, a `model.` prefix, old rotary keys, no sizes with defaults."""
     tensors = load_file(eagle / "model.safetensors")
     del tensors["embed_tokens.weight"]
     renamed = {f"model.{k}" if k.startswith(("midlayer", "fc", "norm")) else k: t for k, t in tensors.items()}

@@ -43,7 +43,7 @@ def write_verifier(folder: Path, target: Target) -> str:
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """By shape; the library starts once. The last head is not the exported one: columns of `fc` in another order."""
     exports = []
-    for name, shape in SHAPES.items():
+    for _name, shape in SHAPES.items():
         verifier = write_verifier(tmp_path_factory.mktemp("target"), shape.get("target", Target()))
         source = make_source(**shape, name=verifier)
         exports.append((source, export_head(source, tmp_path_factory.mktemp("h") / "head", "speculators", FP32)))
