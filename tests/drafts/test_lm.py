@@ -49,5 +49,6 @@ def test_loss_and_every_gradient_equal_a_llama_with_these_weights() -> None:
     theirs = dict(model.named_parameters())
     for name, parameter in head.named_parameters():
         other = weight.grad if name == "lm_head.weight" else theirs[f"model.{name}"].grad
-        torch.testing.assert_close(parameter.grad, other, rtol=1e-6, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        # transformers' softmax and rotary angles are fp32, whatever the weights are
+        torch.testing.assert_close(parameter.grad, other, rtol=1e-5, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
         assert other.abs().max() > 0, name
