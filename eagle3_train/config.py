@@ -114,16 +114,115 @@ class DataConfig:
         return round(self.scale * self.base_sequences)
 
 
+HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
+# Options of all heads that a kind has no use for.
+UNUSED_BY: dict[str, tuple[str, ...]] = {
+    "eagle1": ("init_lm_head",),
+    "medusa": ("init_lm_head", "init_layer"),
+    "mtp": ("init_lm_head",),
+    "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
+}
+
+
+@dataclass
+class Eagle1Config:
+    """EAGLE-1, and the steps from it to EAGLE-3."""
+
+    inputs: str = "final"  # final: the target's last state; fused: fc over the input layers, as in EAGLE-3
+    feature_weight: float = 1.0  # of the feature regression
+    ce_weight: float = 0.1  # of the cross-entropy
+    noise: float = 0.2  # width of the uniform noise on the features of a document of 512 tokens; 0: none
+    trained_steps: int = 1  # steps that the loss unrolls; draft.steps: training-time test
+    bias: bool = True  # of fc
+
+
+@dataclass
+class MedusaConfig:
+    """Medusa."""
+
+    layers: int = 1  # residual blocks a head
+
+
+@dataclass
+class LMConfig:
+    """An independent draft model."""
+
+    layers: int = 2
+
+
+@dataclass
+class BlockConfig:
+    """The parallel block drafter."""
+
+    rank: int = 64  # of the Markov correction
+
+
+@dataclass
+class PromptLookupConfig:
+    """Prompt lookup."""
+
+    max_ngram: int = 3  # longest suffix that is looked up
+
+
+@dataclass
+class Eagle3Config:
+    """What EAGLE-3 heads may differ in (docs/mathematics.md says how each acts)."""
+
+    hidden_size: int | None = None  # width of the head; null: the target's
+    intermediate_size: int | None = None  # of its MLP; null: the target's, in proportion to the width
+    layers: int = 1
+    lm_head: str = "trained"  # trained | frozen: as `init_lm_head` made it
+    norm_before_fc: bool = False  # one RMSNorm over all fused target states
+    fc_norm: bool = False  # an RMSNorm for each of them (EAGLE-3.1)
+    norm_before_residual: bool = False  # the first layer's residual is the normed hidden state
+    norm_output: bool = False  # the next step takes in the normed output (EAGLE-3.1)
+
+
 @dataclass
 class DraftConfig:
-    """The draft head."""
+    """The draft head. What one kind alone has is in a part of its name."""
 
     kind: str = "eagle3"  # the draft head: one of eagle3_train/drafts
     steps: int = 3  # K: training-time-test steps, and the chain length that is drafted
     vocab_size: int = 4096  # draft vocabulary D: the most frequent supervised tokens of the whole store
     init_lm_head: str = "target"  # target: the target's rows; random
     init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
-    attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
+    # A published EAGLE-3 head (a folder or a hub id, docs/export.md) to start from, in place of init_*: its vocabulary
+    # and its sizes hold then.
+    init_from: str | None = None
+    # How it is computed, which does not define a result. attention: merge (fused kernel, log-sum-exp merge), flex
+    # (FlexAttention, needs a GPU to train), reference (explicit mask, slow), auto (flex on GPUs, merge on CPUs)
+    attention: str = "auto"
+    recompute: bool = False  # gradient checkpointing: less memory, one more forward pass of the layers
+    compile: bool = False  # torch.compile of what lies between the matrix products
+    eagle3: Eagle3Config = field(default_factory=Eagle3Config)
+    eagle1: Eagle1Config = field(default_factory=Eagle1Config)
+    medusa: MedusaConfig = field(default_factory=MedusaConfig)
+    lm: LMConfig = field(default_factory=LMConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
+    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the head. Options that its kind does not have are left out, and newer ones count where they are
+        set, so that new kinds and their options rename no point that was there before."""
+        draft = asdict(self)
+        how = {"attention", "recompute", "compile"}
+        unused = {*how, *(HEADS - {self.kind}), *UNUSED_BY.get(self.kind, ())}
+        _drop_defaults(draft, DraftConfig(), ("init_from",))
+        _drop_defaults(draft["eagle3"], Eagle3Config(), tuple(draft["eagle3"]))
+        _drop_defaults(draft, None, ("eagle3",))
+        return {key: value for key, value in draft.items() if key not in unused}
+
+
+@dataclass
+class ExportConfig:
+    """A trained head as files that inference engines load."""
+
+    format: str = "speculators"  # speculators (vLLM) | eagle (SGLang, vLLM)
+    path: str | None = None  # the folder to write; null: <point>/export/<format>
+    dtype: str = "auto"  # of the weights: fp32 | bf16 | fp16; auto: the target's own
+    check: bool = False  # read it back bit by bit, and run it in the speculators library where that is installed
 
 
 @dataclass
@@ -133,7 +232,11 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
+    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix such as
+    # 0.9*soft_ce+0.1*tv
+    objective: str = "soft_ce"
     step_weight: float = 0.8  # w: step i counts w^i
+    step_weights: list[float] | None = None  # a weight a step, in place of w^i
     oov: str = "drop"  # rows whose target argmax is outside the draft vocabulary: drop | keep
     compute_dtype: str = "auto"  # auto | bf16 | fp32; weights and optimizer state are fp32 always
     log_every: int = 10  # steps
@@ -264,6 +367,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
@@ -281,15 +385,15 @@ class Config:
         capture = asdict(self.capture)
         for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
             del capture[irrelevant]
-        draft = asdict(self.draft)
-        del draft["attention"]
+        # Options that came after the first points count where they are set, so that those points keep their names.
+        _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
             "data": asdict(self.data),
-            "draft": draft,
+            "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
             "seed": self.seed,
@@ -328,6 +432,30 @@ class Config:
         return {"prompts": self.eval.decode_prompts, "dtype": self.eval.decode_dtype}
 
 
+def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...]) -> None:
+    """Remove those of `keys` that have their default, or without `defaults` those that are empty."""
+    for key in keys:
+        if identity[key] == getattr(defaults, key, {}):
+            del identity[key]
+
+
+OBJECTIVES = ("soft_ce", "reverse_kl", "tv", "hard_ce")
+
+
+def parse_objective(text: str) -> dict[str, float]:
+    """`tv`, or a weighted sum such as `0.9*soft_ce+0.1*tv`, as {name: weight}. ValueError where it is neither."""
+    mix: dict[str, float] = {}
+    for term in text.replace(" ", "").split("+"):
+        weight, _, name = term.rpartition("*")
+        if name not in OBJECTIVES or name in mix or not re.fullmatch(r"(\d+\.?\d*|\.\d+)?", weight) or "*" in weight:
+            raise ValueError(
+                f"train.objective={text!r}: {term!r} is not a weighted {', '.join(OBJECTIVES)}, each once; "
+                "for example soft_ce, or 0.9*soft_ce+0.1*tv"
+            )
+        mix[name] = float(weight or 1)
+    return mix
+
+
 def digest(value: Any, length: int = 8) -> str:
     """Short hex digest of a JSON-able value, the same on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -344,10 +472,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
-    "draft.kind": ("eagle3",),
+    "draft.kind": tuple(sorted(HEADS)),
+    "draft.eagle1.inputs": ("final", "fused"),
     "draft.init_lm_head": ("target", "random"),
     "draft.init_layer": ("target", "random"),
-    "draft.attention": ("merge", "reference"),
+    "draft.attention": ("auto", "merge", "flex", "reference"),
+    "draft.eagle3.lm_head": ("trained", "frozen"),
+    "export.format": ("speculators", "eagle"),
+    "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps"),
     "train.oov": ("drop", "keep"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
@@ -369,6 +501,7 @@ POSITIVE = (
     "data.scale",
     "draft.steps",
     "draft.vocab_size",
+    "draft.eagle3.layers",
     "train.epochs",
     "train.batch_tokens",
     "train.log_every",
@@ -376,7 +509,11 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "optim.eps",
-    "train.step_weight",
+    "draft.eagle1.trained_steps",
+    "draft.medusa.layers",
+    "draft.lm.layers",
+    "draft.block.rank",
+    "draft.prompt_lookup.max_ngram",
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
@@ -399,7 +536,16 @@ POSITIVE_IF_SET = (
     "engine.shard_size",
     "launch.tflops",
 )
-NOT_NEGATIVE = ("seed", "corpus.seed", "corpus.min_supervised", "optim.weight_decay")
+NOT_NEGATIVE = (
+    "seed",
+    "corpus.seed",
+    "corpus.min_supervised",
+    "optim.weight_decay",
+    "train.step_weight",  # 0: the first step alone is trained
+    "draft.eagle1.feature_weight",
+    "draft.eagle1.ce_weight",
+    "draft.eagle1.noise",
+)
 FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
 # Far above all that is of use: beyond, a slip of the fingers would fill a memory, a disk or a cluster.
 AT_MOST: dict[str, float] = {
@@ -498,6 +644,26 @@ def check(cfg: Config) -> None:
             raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
         raise ValueError(f"corpus.sources has a name twice: {[s.name for s in cfg.corpus.sources]}")
+    own = cfg.draft.eagle1
+    if cfg.draft.kind == "eagle1" and own.feature_weight == own.ce_weight == 0:
+        raise ValueError("draft.eagle1.feature_weight and draft.eagle1.ce_weight are both 0: nothing would be trained")
+    if cfg.draft.kind == "eagle1" and own.trained_steps > cfg.draft.steps:
+        raise ValueError(
+            f"draft.eagle1.trained_steps={own.trained_steps} exceeds draft.steps={cfg.draft.steps}: lower it, or "
+            "draft more"
+        )
+    if cfg.draft.kind == "block" and cfg.draft.steps < 2:
+        raise ValueError(f"draft=block drafts a block: draft.steps={cfg.draft.steps} must be at least 2")
+    if cfg.draft.eagle3.norm_before_fc and cfg.draft.eagle3.fc_norm:
+        raise ValueError("draft.eagle3: norm_before_fc and fc_norm both norm what goes into fc: choose one")
+    if sum(parse_objective(cfg.train.objective).values()) == 0:
+        raise ValueError(f"train.objective={cfg.train.objective!r} has no weight above 0")
+    if (weights := cfg.train.step_weights) is not None and (
+        len(weights) != cfg.draft.steps or not all(0 <= w < math.inf for w in weights) or not any(weights)
+    ):
+        raise ValueError(
+            f"train.step_weights={weights} must be draft.steps={cfg.draft.steps} numbers, none negative and one above 0"
+        )
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:

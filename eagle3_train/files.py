@@ -8,7 +8,8 @@ import os
 import shutil
 import socket
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from glob import escape
 from pathlib import Path
@@ -69,6 +70,32 @@ def append_line(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of indented JSON. NaN and infinity are refused: no reader outside Python takes them."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`; once the block ends it is made durable and takes the place of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = temporary_path(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for file in (*aside.iterdir(), aside):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if path.exists():
+            old = aside.with_suffix(".old")
+            path.rename(old)
+            aside.rename(path)
+            shutil.rmtree(old)
+        else:
+            aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

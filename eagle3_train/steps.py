@@ -147,6 +147,24 @@ def _measure(cfg: Config, head: Draft) -> None:
     measure(cfg, head, target_model)
 
 
+def export(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.device import DTYPES
+    from eagle3_train.export import check_export, export_head
+    from eagle3_train.files import read_json
+    from eagle3_train.train import head_source
+
+    source = head_source(cfg)
+    dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
+    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format
+    results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
+    export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
+    say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
+    if cfg.export.check:
+        check_export(source, folder, dtype)
+    return 0
+
+
 def study(call: Call) -> int:
     from sweeps import commands
 
@@ -301,6 +319,14 @@ STEPS: dict[str, Step] = {
         (*TRAINING, *EVALUATION, *LAUNCH),
         ("eagle3 point data.scale=4 seed=1",),
         is_job=True,
+    ),
+    "export": Step(
+        export,
+        "a trained head as a folder that vLLM, SGLang and the speculators library load",
+        "what `train` wrote; the same overrides as for `train` find the head",
+        "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
+        ("export.format", "export.path", "export.dtype", "export.check"),
+        ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
     ),
     "study": Step(
         study,

@@ -57,7 +57,8 @@ def _data(study: Study) -> str:
 
 def _hours(study: Study, flops: float) -> str:
     """Time of all training at the speed that points of this study had, or at `launch.tflops` a process."""
-    done = [read_json(p.dir / "train.json") for p in study.points if (p.dir / "train.json").is_file()]
+    found = [read_json(p.dir / "train.json") for p in study.points if (p.dir / "train.json").is_file()]
+    done = [d for d in found if d["train_flops"]]
     launch = study.cfg.launch
     if done:
         rate = sum(d["train_flops"] for d in done) / sum(d["wall_seconds"]["train"] for d in done)

@@ -12,7 +12,9 @@ from eagle3_train.config import Config
 from eagle3_train.files import write_json
 from sweeps import cost
 from sweeps.estimate import describe
+from sweeps.heads import COSTS, head_cost
 from sweeps.points import plan
+from tests.drafts.tiny import TinyTarget, tiny_batch, tiny_draft, tiny_sequence
 
 # SmolLM2-135M-Instruct's own config.json, as far as the estimate reads it.
 SMOLLM2 = {
@@ -39,6 +41,20 @@ def test_flops_agree_with_what_a_training_run_counted(cfg: Config) -> None:
     # train.json of a real run (128 sequences, 2 epochs, K 3, D 4096), which counts row by row.
     data = cost.Data(sequences=128, tokens=46_860, supervised=35_603, exact=True)
     assert cost.training_flops(cfg, cost.Shape.of(SMOLLM2), data) == pytest.approx(9_499_034_313_216, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", sorted(COSTS))
+def test_cost_of_each_kind_agrees_with_what_the_head_itself_counts(cfg: Config, kind: str) -> None:
+    """On one long turn, where the rows that later steps lose are few."""
+    target = TinyTarget()
+    sequence = tiny_sequence(120, [(1, 120)], 0)
+    cfg.draft.kind, cfg.draft.steps, cfg.draft.vocab_size, cfg.train.epochs = kind, 4, 13, 1
+    head = tiny_draft(kind, 4, target=target)
+    shape, data = cost.Shape.of(target.config | {"num_hidden_layers": 1}), cost.Data(1, 120, 119, exact=True)
+    own = head_cost(cfg.draft, shape, 3)
+    assert own.parameters == sum(p.numel() for p in head.parameters() if p.dim() == 2)
+    flops = cost.training_flops(cfg, shape, data)
+    assert flops == pytest.approx(head.flops(tiny_batch([sequence])), rel=0.06)
 
 
 def test_bytes_of_the_store_agree_with_a_real_one(cfg: Config) -> None:
