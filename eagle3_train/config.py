@@ -117,7 +117,7 @@ class DataConfig:
 HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
-    "eagle1": ("init_lm_head",),
+    "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),

@@ -196,7 +196,7 @@ def _record(
         "epochs": totals["tokens"] / plan.epoch_tokens,
         "steps": steps,
         "draft_steps": head.steps,
-        "draft_vocab_size": cfg.draft.vocab_size,
+        "draft_vocab_size": len(head.vocab.ids),
         "vocab_coverage": head.vocab.coverage,
         "parameters": head.parameter_counts(),
         "train_flops": totals["flops"],
