@@ -94,13 +94,15 @@ def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
     """Of one point with an EAGLE-3 head, all its epochs. Rows that later steps lose at the ends of turns are not taken
     off, so this is slightly too much."""
     h, q, kv = shape.hidden, shape.queries, shape.keys
-    keys_values, head = 2 * 2 * h * kv, cfg.draft.vocab_size * h
-    rest = 2 * h * q + q * h + 3 * h * shape.intermediate
+    # The first layer reads [embedding; hidden]; the embedding's half of q, k and v is computed once a token.
+    half_q, half_kv, head = h * q, 2 * h * kv, cfg.draft.vocab_size * h
+    rest = q * h + 3 * h * shape.intermediate
     steps, rows = cfg.draft.steps, data.supervised
-    matrices = data.tokens * (n_inputs(cfg) * h * h + keys_values)
-    matrices += rows * (steps * (rest + head) + (steps - 1) * keys_values)
+    matrices = 2 * data.tokens * half_kv + rows * half_q
+    matrices += rows * (steps * (half_q + rest + head) + (steps - 1) * half_kv)
     attention = steps * rows * (data.tokens / data.sequences / 2) * 2 * q
-    return epochs(cfg, data) * (6 * (matrices + attention) + 2 * rows * head)
+    fc = data.tokens * n_inputs(cfg) * h * h  # nothing below it is trained: no gradient of its input
+    return epochs(cfg, data) * (6 * (matrices + attention) + 4 * fc + 2 * rows * head)
 
 
 def capture_flops(shape: Shape, data: Data) -> float:
