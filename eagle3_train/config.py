@@ -113,6 +113,20 @@ class DataConfig:
 
 
 @dataclass
+class Eagle3Config:
+    """What EAGLE-3 heads may differ in (docs/mathematics.md says how each acts)."""
+
+    hidden_size: int | None = None  # width of the head; null: the target's
+    intermediate_size: int | None = None  # of its MLP; null: the target's, in proportion to the width
+    layers: int = 1
+    lm_head: str = "trained"  # trained | frozen: as `init_lm_head` made it
+    norm_before_fc: bool = False  # one RMSNorm over all fused target states
+    fc_norm: bool = False  # an RMSNorm for each of them (EAGLE-3.1)
+    norm_before_residual: bool = False  # the first layer's residual is the normed hidden state
+    norm_output: bool = False  # the next step takes in the normed output (EAGLE-3.1)
+
+
+@dataclass
 class DraftConfig:
     """The draft head."""
 
@@ -121,7 +135,12 @@ class DraftConfig:
     vocab_size: int = 4096  # draft vocabulary D: the most frequent supervised tokens of the whole store
     init_lm_head: str = "target"  # target: the target's rows; random
     init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
-    attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
+    # How it is computed, which does not define a result. attention: merge (fused kernel, log-sum-exp merge), flex
+    # (FlexAttention, needs a GPU to train), reference (explicit mask, slow), auto (flex on GPUs, merge on CPUs)
+    attention: str = "auto"
+    recompute: bool = False  # gradient checkpointing: less memory, one more forward pass of the layers
+    compile: bool = False  # torch.compile of what lies between the matrix products
+    eagle3: Eagle3Config = field(default_factory=Eagle3Config)
     # A published EAGLE-3 head (a folder or a hub id, docs/export.md) to start from, in place of init_*: its vocabulary
     # and its sizes hold then.
     init_from: str | None = None
@@ -144,7 +163,10 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
+    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix: 0.9*soft_ce+0.1*tv
+    objective: str = "soft_ce"
     step_weight: float = 0.8  # w: step i counts w^i
+    step_weights: list[float] | None = None  # a weight a step, in place of w^i
     oov: str = "drop"  # rows whose target argmax is outside the draft vocabulary: drop | keep
     compute_dtype: str = "auto"  # auto | bf16 | fp32; weights and optimizer state are fp32 always
     log_every: int = 10  # steps
@@ -293,10 +315,14 @@ class Config:
         capture = asdict(self.capture)
         for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
             del capture[irrelevant]
+        # Options that came after the first points count where they are set, so that those points keep their names.
+        _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
         draft = asdict(self.draft)
-        del draft["attention"]
-        if draft["init_from"] is None:  # heads from before there was the key keep their names
-            del draft["init_from"]
+        for irrelevant in ("attention", "recompute", "compile"):
+            del draft[irrelevant]
+        _drop_defaults(draft["eagle3"], Eagle3Config(), tuple(draft["eagle3"]))
+        _drop_defaults(draft, None, ("eagle3",))
+        _drop_defaults(draft, DraftConfig(), ("init_from",))
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
@@ -335,6 +361,30 @@ class Config:
         return identity | {"transcript_dtype": self.store.transcript_dtype}
 
 
+def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...]) -> None:
+    """Remove those of `keys` that have their default, or without `defaults` those that are empty."""
+    for key in keys:
+        if identity[key] == getattr(defaults, key, {}):
+            del identity[key]
+
+
+OBJECTIVES = ("soft_ce", "reverse_kl", "tv", "hard_ce")
+
+
+def parse_objective(text: str) -> dict[str, float]:
+    """`tv`, or a weighted sum such as `0.9*soft_ce+0.1*tv`, as {name: weight}. ValueError where it is neither."""
+    mix: dict[str, float] = {}
+    for term in text.replace(" ", "").split("+"):
+        weight, _, name = term.rpartition("*")
+        if name not in OBJECTIVES or name in mix or not re.fullmatch(r"(\d+\.?\d*|\.\d+)?", weight) or "*" in weight:
+            raise ValueError(
+                f"train.objective={text!r}: {term!r} is not a weighted {', '.join(OBJECTIVES)}, each once; "
+                "for example soft_ce, or 0.9*soft_ce+0.1*tv"
+            )
+        mix[name] = float(weight or 1)
+    return mix
+
+
 def digest(value: Any, length: int = 8) -> str:
     """Short hex digest of a JSON-able value, the same on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -353,7 +403,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.kind": ("eagle3",),
     "draft.init_lm_head": ("target", "random"),
     "draft.init_layer": ("target", "random"),
-    "draft.attention": ("merge", "reference"),
+    "draft.attention": ("auto", "merge", "flex", "reference"),
+    "draft.eagle3.lm_head": ("trained", "frozen"),
     "export.format": ("speculators", "eagle"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps"),
@@ -377,6 +428,7 @@ POSITIVE = (
     "data.scale",
     "draft.steps",
     "draft.vocab_size",
+    "draft.eagle3.layers",
     "train.epochs",
     "train.batch_tokens",
     "train.log_every",
@@ -462,6 +514,16 @@ def check(cfg: Config) -> None:
             raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
         raise ValueError(f"corpus.sources has a name twice: {[s.name for s in cfg.corpus.sources]}")
+    if cfg.draft.eagle3.norm_before_fc and cfg.draft.eagle3.fc_norm:
+        raise ValueError("draft.eagle3: norm_before_fc and fc_norm both norm what goes into fc: choose one")
+    if sum(parse_objective(cfg.train.objective).values()) == 0:
+        raise ValueError(f"train.objective={cfg.train.objective!r} has no weight above 0")
+    if (weights := cfg.train.step_weights) is not None and (
+        len(weights) != cfg.draft.steps or not all(0 <= w < math.inf for w in weights) or not any(weights)
+    ):
+        raise ValueError(
+            f"train.step_weights={weights} must be draft.steps={cfg.draft.steps} numbers, none negative and one above 0"
+        )
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:

@@ -97,7 +97,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
             started = time.monotonic()
             micro_batches = split(sequences, plan, step, world, cfg.train.micro_batch_tokens)
             lr = learning_rate(cfg.optim, step, len(plan))
-            result = train_step(engine, micro_batches, lr, cfg.train.step_weight, cfg.train.oov, world)
+            result = train_step(engine, micro_batches, lr, cfg.train, world)
             if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
                 ids = [s.sample_id for s in sequences]
                 raise FloatingPointError(
