@@ -153,7 +153,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, help="steps of each contender (default 5; 2 with --quick)")
-    parser.add_argument("--who", nargs="+", choices=tuple(CONTENDERS), help="default: all; the first three with --quick")
+    parser.add_argument(
+        "--who", nargs="+", choices=tuple(CONTENDERS), help="default: all; the first three with --quick"
+    )
     parser.add_argument("--peers", default=str(HERE / "contenders/.venv/bin/python"), help="python of install.sh")
     args = parser.parse_args()
     names = args.who or (["ours", "speculators", "specforge"] if args.quick else list(CONTENDERS))

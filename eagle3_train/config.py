@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -64,7 +67,7 @@ class CorpusConfig:
     """Conversations to token ids and loss masks."""
 
     name: str = MISSING
-    format: str = "sharegpt"
+    format: str = "sharegpt"  # of `path`: sharegpt (JSON, in any state) | jsonl | dataset (Hugging Face, Parquet)
     path: str | None = None  # a file, `package:NAME/FILE`, or a data set's folder or hub id
     sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of the one `path`
     sequences: int | None = None  # training sequences to prepare, in the shuffled order; null: all
@@ -83,13 +86,13 @@ class CorpusConfig:
 class CaptureConfig:
     """Target model to hidden states."""
 
-    backend: str = "hf"
+    backend: str = "hf"  # hf: transformers, on any device
     # dtype of the target's weights and activations; auto: bf16 where the device has fast bf16, fp32 elsewhere
     compute_dtype: str = "auto"
     # input layers of the draft head, in the convention of docs/store.md; null: (2, n//2, n-3)
     layer_ids: list[int] | None = None
     batch_tokens: int = 4096  # tokens a forward pass, at most (padding included)
-    shards: int = 8
+    shards: int = 8  # files of the training store: what an interrupted capture redoes at most is one of them a process
     logsumexp: bool = False  # also write the target's log-sum-exp over the full vocabulary
 
 
@@ -104,12 +107,62 @@ class StoreConfig:
 class DataConfig:
     """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order."""
 
-    scale: float = 1.0
-    base_sequences: int = 32
+    scale: float = 1.0  # multiple of data.base_sequences
+    base_sequences: int = 32  # sequences at 1x
 
     @property
     def sequences(self) -> int:
         return round(self.scale * self.base_sequences)
+
+
+HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
+# Options of all heads that a kind has no use for.
+UNUSED_BY: dict[str, tuple[str, ...]] = {
+    "eagle1": ("init_lm_head",),
+    "medusa": ("init_lm_head", "init_layer"),
+    "mtp": ("init_lm_head",),
+    "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
+}
+
+
+@dataclass
+class Eagle1Config:
+    """EAGLE-1, and the steps from it to EAGLE-3."""
+
+    inputs: str = "final"  # final: the target's last state; fused: fc over the input layers, as in EAGLE-3
+    feature_weight: float = 1.0  # of the feature regression
+    ce_weight: float = 0.1  # of the cross-entropy
+    noise: float = 0.2  # width of the uniform noise on the features of a document of 512 tokens; 0: none
+    trained_steps: int = 1  # steps that the loss unrolls; draft.steps: training-time test
+    bias: bool = True  # of fc
+
+
+@dataclass
+class MedusaConfig:
+    """Medusa."""
+
+    layers: int = 1  # residual blocks a head
+
+
+@dataclass
+class LMConfig:
+    """An independent draft model."""
+
+    layers: int = 2
+
+
+@dataclass
+class BlockConfig:
+    """The parallel block drafter."""
+
+    rank: int = 64  # of the Markov correction
+
+
+@dataclass
+class PromptLookupConfig:
+    """Prompt lookup."""
+
+    max_ngram: int = 3  # longest suffix that is looked up
 
 
 @dataclass
@@ -128,22 +181,39 @@ class Eagle3Config:
 
 @dataclass
 class DraftConfig:
-    """The draft head."""
+    """The draft head. What one kind alone has is in a part of its name."""
 
-    kind: str = "eagle3"
+    kind: str = "eagle3"  # the draft head: one of eagle3_train/drafts
     steps: int = 3  # K: training-time-test steps, and the chain length that is drafted
     vocab_size: int = 4096  # draft vocabulary D: the most frequent supervised tokens of the whole store
     init_lm_head: str = "target"  # target: the target's rows; random
     init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
+    # A published EAGLE-3 head (a folder or a hub id, docs/export.md) to start from, in place of init_*: its vocabulary
+    # and its sizes hold then.
+    init_from: str | None = None
     # How it is computed, which does not define a result. attention: merge (fused kernel, log-sum-exp merge), flex
     # (FlexAttention, needs a GPU to train), reference (explicit mask, slow), auto (flex on GPUs, merge on CPUs)
     attention: str = "auto"
     recompute: bool = False  # gradient checkpointing: less memory, one more forward pass of the layers
     compile: bool = False  # torch.compile of what lies between the matrix products
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
-    # A published EAGLE-3 head (a folder or a hub id, docs/export.md) to start from, in place of init_*: its vocabulary
-    # and its sizes hold then.
-    init_from: str | None = None
+    eagle1: Eagle1Config = field(default_factory=Eagle1Config)
+    medusa: MedusaConfig = field(default_factory=MedusaConfig)
+    lm: LMConfig = field(default_factory=LMConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
+    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the head. Options that its kind does not have are left out, and newer ones count where they are
+        set, so that new kinds and their options rename no point that was there before."""
+        draft = asdict(self)
+        how = {"attention", "recompute", "compile"}
+        unused = {*how, *(HEADS - {self.kind}), *UNUSED_BY.get(self.kind, ())}
+        _drop_defaults(draft, DraftConfig(), ("init_from",))
+        _drop_defaults(draft["eagle3"], Eagle3Config(), tuple(draft["eagle3"]))
+        _drop_defaults(draft, None, ("eagle3",))
+        return {key: value for key, value in draft.items() if key not in unused}
 
 
 @dataclass
@@ -159,11 +229,12 @@ class ExportConfig:
 @dataclass
 class TrainConfig:
     regime: str = "epochs"  # epochs: steps grow with the data; steps: compute is held, unique data grows
-    epochs: int = 2
+    epochs: int = 2  # passes over the point's data, with regime=epochs
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
-    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix: 0.9*soft_ce+0.1*tv
+    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix such as
+    # 0.9*soft_ce+0.1*tv
     objective: str = "soft_ce"
     step_weight: float = 0.8  # w: step i counts w^i
     step_weights: list[float] | None = None  # a weight a step, in place of w^i
@@ -171,14 +242,14 @@ class TrainConfig:
     compute_dtype: str = "auto"  # auto | bf16 | fp32; weights and optimizer state are fp32 always
     log_every: int = 10  # steps
     checkpoint_every: int | None = 200  # steps; the last step always
-    keep_last: int = 2
+    keep_last: int = 2  # checkpoints
     eval_every: int | None = None  # steps; validation loss and replay tau while it trains; the last step always
 
 
 @dataclass
 class OptimConfig:
     kind: str = "adamw"
-    lr: float = 2e-3
+    lr: float = 2e-3  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -219,13 +290,13 @@ class TreeConfig:
 
 @dataclass
 class EvalConfig:
-    tasks: list[TaskConfig] = field(default_factory=list)
+    tasks: list[TaskConfig] = field(default_factory=list)  # name, source, prompts, new_tokens, max_prompt_tokens each
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
-    decode: bool = True
+    decode: bool = True  # decode with the real target besides the replay
     decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
     trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
-    bootstrap: int = 1000
+    bootstrap: int = 1000  # resamples of the intervals
     generate_batch: int = 32  # prompts generated at once when transcripts are made
 
 
@@ -248,7 +319,7 @@ class ServeConfig:
 @dataclass
 class TrackerConfig:
     kinds: list[str] = field(default_factory=list)  # besides jsonl, which is always on: wandb, tensorboard
-    project: str = "eagle3-scaling"
+    project: str = "eagle3-scaling"  # wandb's
     entity: str | None = None
     mode: str = "offline"  # wandb: online | offline
 
@@ -279,8 +350,8 @@ class SlurmConfig:
 @dataclass
 class LaunchConfig:
     kind: str = "local"  # local | torchrun | slurm
-    nproc_per_node: int = 1
-    nodes: int = 1
+    nproc_per_node: int = 1  # processes on each node
+    nodes: int = 1  # machines
     rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
     tflops: float | None = None  # sustained by one process, for the hours in the plan; null: as measured, once it is
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -290,16 +361,16 @@ class LaunchConfig:
 class StudyConfig:
     """A study: the points are the product of `axes`, less `exclude`."""
 
-    name: str = MISSING
+    name: str = MISSING  # its folder, below paths.outputs
     axes: dict[str, list[Any]] = field(default_factory=dict)  # config key -> values
-    exclude: list[dict[str, Any]] = field(default_factory=list)
+    exclude: list[dict[str, Any]] = field(default_factory=list)  # points left out: all values of an item
     # points that are also decoded with the real target: those that match any of these; empty: every point
     decode_points: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class Config:
-    seed: int = 0
+    seed: int = 0  # of initialisation, order of the data, and bootstrap
     device: str = "auto"  # auto | cpu | cuda
     dry_run: bool = False  # print the plan and the estimates, do nothing
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -334,19 +405,13 @@ class Config:
             del capture[irrelevant]
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
-        draft = asdict(self.draft)
-        for irrelevant in ("attention", "recompute", "compile"):
-            del draft[irrelevant]
-        _drop_defaults(draft["eagle3"], Eagle3Config(), tuple(draft["eagle3"]))
-        _drop_defaults(draft, None, ("eagle3",))
-        _drop_defaults(draft, DraftConfig(), ("init_from",))
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
             "data": asdict(self.data),
-            "draft": draft,
+            "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
             "seed": self.seed,
@@ -372,10 +437,17 @@ class Config:
     @property
     def eval_identity(self) -> dict[str, Any]:
         """What defines an evaluation of a trained head: a change of it re-evaluates, and does not retrain."""
-        identity: dict[str, Any] = {"tasks": [asdict(t) for t in self.eval.tasks]}
+        identity: dict[str, Any] = {"tasks": [asdict(t) for t in self.eval.tasks], "bootstrap": self.eval.bootstrap}
+        for task in identity["tasks"]:
+            del task["path"]  # what the file holds shows in the transcripts
         if self.eval.trees:
             identity["trees"] = [asdict(t) for t in self.eval.trees]
         return identity | {"transcript_dtype": self.store.transcript_dtype}
+
+    @property
+    def decode_identity(self) -> dict[str, Any]:
+        """What defines decoding with the real target, where it is asked for, besides `eval_identity`."""
+        return {"prompts": self.eval.decode_prompts, "dtype": self.eval.decode_dtype}
 
 
 def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...]) -> None:
@@ -409,6 +481,7 @@ def digest(value: Any, length: int = 8) -> str:
 
 
 SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
+TRACKERS = ("wandb", "tensorboard")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
@@ -417,7 +490,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
-    "draft.kind": ("eagle3",),
+    "draft.kind": tuple(sorted(HEADS)),
+    "draft.eagle1.inputs": ("final", "fused"),
     "draft.init_lm_head": ("target", "random"),
     "draft.init_layer": ("target", "random"),
     "draft.attention": ("auto", "merge", "flex", "reference"),
@@ -454,7 +528,11 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "optim.eps",
-    "train.step_weight",
+    "draft.eagle1.trained_steps",
+    "draft.medusa.layers",
+    "draft.lm.layers",
+    "draft.block.rank",
+    "draft.prompt_lookup.max_ngram",
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
@@ -479,8 +557,49 @@ POSITIVE_IF_SET = (
     "engine.shard_size",
     "launch.tflops",
 )
-NOT_NEGATIVE = ("seed", "corpus.seed", "corpus.min_supervised", "optim.weight_decay")
+NOT_NEGATIVE = (
+    "seed",
+    "corpus.seed",
+    "corpus.min_supervised",
+    "optim.weight_decay",
+    "train.step_weight",  # 0: the first step alone is trained
+    "draft.eagle1.feature_weight",
+    "draft.eagle1.ce_weight",
+    "draft.eagle1.noise",
+)
 FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
+# Far above all that is of use: beyond, a slip of the fingers would fill a memory, a disk or a cluster.
+AT_MOST: dict[str, float] = {
+    "seed": 2**63 - 1,  # torch's
+    "corpus.sequences": 10**9,
+    "corpus.validation_sequences": 10**6,
+    "corpus.max_length": 2**22,
+    "capture.batch_tokens": 2**24,
+    "capture.shards": 99_999,  # five digits in their names
+    "store.row_group_mib": 1024,  # Parquet's pages end at 2 GiB
+    "data.base_sequences": 10**9,
+    "data.scale": 10**9,
+    "draft.steps": 64,
+    "draft.vocab_size": 2**24,
+    "train.epochs": 10**5,
+    "train.steps": 10**9,
+    "train.batch_tokens": 2**30,
+    "train.micro_batch_tokens": 2**30,
+    "train.step_weight": 10,
+    "train.keep_last": 10**4,
+    "optim.lr": 1,
+    "optim.eps": 1,
+    "optim.weight_decay": 100,
+    "eval.bootstrap": 10**5,
+    "eval.decode_prompts": 10**6,
+    "eval.generate_batch": 10**5,
+    "engine.shard_size": 10**5,
+    "launch.nproc_per_node": 1024,
+    "launch.nodes": 10**5,
+    "launch.slurm.points_at_once": 10**5,
+    "launch.slurm.capture_jobs": 10**4,
+    "launch.slurm.attempts": 10**4,
+}
 
 
 def check(cfg: Config) -> None:
@@ -504,6 +623,9 @@ def check(cfg: Config) -> None:
     for key in NOT_NEGATIVE:
         if not 0 <= value(key) < math.inf:
             raise ValueError(f"{key}={value(key)} must not be negative, and finite")
+    for key, most in AT_MOST.items():
+        if value(key) is not None and value(key) > most:
+            raise ValueError(f"{key}={value(key)} is beyond all use: at most {most:,}")
     for key in FRACTIONS:
         if not 0 <= value(key) <= 1:
             raise ValueError(f"{key}={value(key)} must lie between 0 and 1")
@@ -512,6 +634,14 @@ def check(cfg: Config) -> None:
     for key, name in (("study.name", cfg.study.name), *((f"eval task {t.name!r}", t.name) for t in cfg.eval.tasks)):
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"{key}: {name!r} becomes the name of a folder: letters, digits, '_', '-' and '.' only")
+    if unknown := [kind for kind in cfg.tracker.kinds if kind not in TRACKERS]:
+        raise ValueError(f"tracker.kinds names {unknown[0]!r}, which is not among {', '.join(TRACKERS)}")
+    layers = cfg.capture.layer_ids
+    if layers is not None and (not layers or layers != sorted(set(layers)) or layers[0] < 0):
+        raise ValueError(
+            f"capture.layer_ids={layers} must be different, ascending, and 0 or more: ids count the decoder layers of "
+            "the target from its first; null takes (2, n//2, n-3)"
+        )
     if cfg.corpus.min_supervised >= cfg.corpus.max_length:
         raise ValueError(
             f"corpus.min_supervised={cfg.corpus.min_supervised} leaves nothing of sequences of corpus.max_length="
@@ -528,12 +658,23 @@ def check(cfg: Config) -> None:
     for source in cfg.corpus.sources:
         if source.format not in SOURCE_FORMATS:
             raise ValueError(
-                f"corpus source {source.name!r}: format={source.format!r} is not {', '.join(SOURCE_FORMATS)}"
+                f"corpus source {source.name!r}: format={source.format!r} is not {', '.join(SOURCE_FORMATS)} "
+                "(dataset reads Parquet)"
             )
         if not source.weight > 0:
             raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
         raise ValueError(f"corpus.sources has a name twice: {[s.name for s in cfg.corpus.sources]}")
+    own = cfg.draft.eagle1
+    if cfg.draft.kind == "eagle1" and own.feature_weight == own.ce_weight == 0:
+        raise ValueError("draft.eagle1.feature_weight and draft.eagle1.ce_weight are both 0: nothing would be trained")
+    if cfg.draft.kind == "eagle1" and own.trained_steps > cfg.draft.steps:
+        raise ValueError(
+            f"draft.eagle1.trained_steps={own.trained_steps} exceeds draft.steps={cfg.draft.steps}: lower it, or "
+            "draft more"
+        )
+    if cfg.draft.kind == "block" and cfg.draft.steps < 2:
+        raise ValueError(f"draft=block drafts a block: draft.steps={cfg.draft.steps} must be at least 2")
     if cfg.draft.eagle3.norm_before_fc and cfg.draft.eagle3.fc_norm:
         raise ValueError("draft.eagle3: norm_before_fc and fc_norm both norm what goes into fc: choose one")
     if sum(parse_objective(cfg.train.objective).values()) == 0:
@@ -571,23 +712,36 @@ def check(cfg: Config) -> None:
     for task in cfg.eval.tasks:
         if task.source not in ("humaneval", "held_out", "file"):
             raise ValueError(f"eval task {task.name!r}: source={task.source!r} is not humaneval, held_out or file")
-        if min(task.prompts, task.new_tokens, task.max_prompt_tokens) < 1:
-            raise ValueError(f"eval task {task.name!r}: prompts, new_tokens and max_prompt_tokens must be at least 1")
+        sizes = (task.prompts, task.new_tokens, task.max_prompt_tokens)
+        if min(sizes) < 1 or max(sizes) > 10**6:
+            raise ValueError(
+                f"eval task {task.name!r}: prompts, new_tokens and max_prompt_tokens must be from 1 to 1,000,000"
+            )
         if task.source == "file" and not task.path:
             raise ValueError(f"eval task {task.name!r}: source=file needs path=FILE.jsonl")
     for tree in cfg.eval.trees:
-        if min(tree.depth, tree.top_k, tree.total) < 1:
-            raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be at least 1")
+        if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
+            raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
     for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
+        raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
     if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
         raise ValueError(f"serve.concurrency={cfg.serve.concurrency} must be numbers of at least 1")
     if not cfg.serve.temperatures or min(cfg.serve.temperatures) < 0:
         raise ValueError(f"serve.temperatures={cfg.serve.temperatures} must be numbers, none negative")
     if cfg.serve.baseline_url is not None and cfg.serve.url is None:
         raise ValueError("serve.baseline_url needs serve.url, the server with the head that is compared with it")
+
+
+def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:
+    """ValueError where the target, of `n_layers` decoder layers, has no such layers. Once its config.json is there."""
+    if ids and ids[-1] >= n_layers:
+        raise ValueError(
+            f"capture.layer_ids={ids}: the target has {n_layers} layers, so the highest id is {n_layers - 1}"
+        )
 
 
 def resolve(cfg: DictConfig) -> Config:
@@ -608,13 +762,21 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: str | Path) -> Config:
-    """Read a resolved configuration back. ValueError where it has keys or values that this version does not know."""
+    """Read a resolved configuration back. ValueError, which names the file, where it is missing, damaged or empty, or
+    has keys or values that this version does not know."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-    except OmegaConfBaseException as e:
-        reason = str(e).partition("\n")[0]
-        raise ValueError(f"{path} is not a configuration of this version of the code ({reason})") from e
-    return resolve(merged)  # type: ignore[arg-type]
+        found = OmegaConf.load(path)
+        if not isinstance(found, DictConfig) or not found:
+            raise ValueError("it is empty, or no mapping of keys to values")
+        return resolve(OmegaConf.merge(OmegaConf.structured(Config), found))  # type: ignore[arg-type]
+    except FileNotFoundError as e:
+        raise ValueError(f"{path}: no such file; the step that runs there writes it") from e
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as e:
+        reason = " ".join(str(e).partition("full_key:")[0].split())
+        raise ValueError(
+            f"{path} is damaged, or not a configuration of this version of the code ({reason}): delete it and give the "
+            "command that wrote it again"
+        ) from e
 
 
 def conf_dir() -> Path:
@@ -623,12 +785,30 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
 
 
+OPEN = ("study.axes", "target.chat_template_args", "launch.slurm.env")  # keys whose value is a mapping of any keys
+
+
 def compose_raw(overrides: list[str]) -> DictConfig:
-    """Compose `conf/config.yaml` with Hydra overrides, from anywhere; interpolations are left as they are."""
+    """Compose `conf/config.yaml` with Hydra overrides, from anywhere; interpolations are left as they are. Of several
+    overrides of one key the last holds, of a config group too."""
     import hydra
 
+    last: dict[str, str] = {}
+    for text, override in zip(overrides, parse_overrides(overrides), strict=True):
+        # The keys of such a mapping are the user's own, and Hydra would take them for slips of the fingers.
+        is_open = override.type is OverrideType.CHANGE and override.key_or_group in OPEN
+        if override.type is OverrideType.CHANGE:
+            last.pop(override.key_or_group, None)
+            last[override.key_or_group] = f"++{text}" if is_open else text
+        else:
+            last[text] = text
     with hydra.initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-        return hydra.compose("config", overrides=overrides)
+        return hydra.compose("config", overrides=list(last.values()))
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    """Hydra's overrides as it reads them. Its own exception names the one that it cannot read."""
+    return OverridesParser.create().parse_overrides(overrides)
 
 
 def compose(overrides: list[str]) -> Config:

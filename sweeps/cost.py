@@ -13,6 +13,7 @@ from typing import Any
 
 from eagle3_train.config import Config
 from eagle3_train.files import read_json
+from sweeps.heads import head_cost
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TRAINING_BYTES = 12  # a parameter in a checkpoint: fp32 weight and AdamW's two moments
@@ -91,16 +92,17 @@ def epochs(cfg: Config, data: Data) -> float:
 
 
 def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
-    """Of one point with an EAGLE-3 head, all its epochs. Rows that later steps lose at the ends of turns are not taken
-    off, so this is slightly too much."""
-    h, q, kv = shape.hidden, shape.queries, shape.keys
-    keys_values, head = 2 * 2 * h * kv, cfg.draft.vocab_size * h
-    rest = 2 * h * q + q * h + 3 * h * shape.intermediate
-    steps, rows = cfg.draft.steps, data.supervised
-    matrices = data.tokens * (n_inputs(cfg) * h * h + keys_values)
-    matrices += rows * (steps * (rest + head) + (steps - 1) * keys_values)
-    attention = steps * rows * (data.tokens / data.sequences / 2) * 2 * q
-    return epochs(cfg, data) * (6 * (matrices + attention) + 2 * rows * head)
+    """Of one point, all its epochs. Rows that later steps lose at the ends of turns are not taken off, so this is
+    slightly too much."""
+    head = head_cost(cfg.draft, shape, n_inputs(cfg))
+    if not head.parameters:
+        return 0.0
+    # Multiply-adds of a row's attention: half its document in the mean, once for the scores and once for the values.
+    seen = data.tokens / data.sequences * shape.queries
+    trained = data.tokens * (head.token + head.token_passes * seen) + data.supervised * (head.row + head.passes * seen)
+    # A frozen output head passes a gradient on and gets none; the target's own distribution is a forward only.
+    frozen = data.supervised * (4 * head.frozen + 2 * cfg.draft.vocab_size * shape.hidden)
+    return epochs(cfg, data) * (6 * trained + frozen)
 
 
 def capture_flops(shape: Shape, data: Data) -> float:
@@ -113,11 +115,8 @@ def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
 
 
 def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
-    h, q, kv = shape.hidden, shape.queries, shape.keys
-    layer = 2 * h * (q + 2 * kv) + q * h + 3 * h * shape.intermediate
     return sum(
-        (layer + n_inputs(cfg) * h * h + cfg.draft.vocab_size * h) * TRAINING_BYTES * cfg.train.keep_last
-        for cfg in points
+        head_cost(cfg.draft, shape, n_inputs(cfg)).parameters * TRAINING_BYTES * cfg.train.keep_last for cfg in points
     )
 
 

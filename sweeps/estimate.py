@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle3_train.config import Config
-from eagle3_train.console import duration
+from eagle3_train.console import duration, size
 from eagle3_train.files import read_json
 from launch import Job
 from sweeps import cost
@@ -24,6 +24,9 @@ def describe(study: Study) -> str:
             f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data.sequences} sequences, "
             f"{_length(point.cfg)}{decode})"
         )
+    lines += [f"  {item} matches no point" for item in study.unmatched]
+    if cfg.eval.decode and cfg.eval.decode_tasks and not any(p.cfg.eval.decode for p in study.points):
+        lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
     return "\n".join([*lines, _data(study)])
 
 
@@ -40,24 +43,22 @@ def _data(study: Study) -> str:
     if shape is None:
         return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
     flops = sum(cost.training_flops(p, shape, data.first(p.data.sequences)) for p in points)
+    supervised = f", {data.supervised:,.0f} of them supervised" if data.exact else ""  # known once it is prepared
     return "\n".join(
         [
-            f"{text}, {data.supervised:,.0f} of them supervised",
-            f"  disk: {at_most}{_gib(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
-            f"{_gib(cost.checkpoint_bytes(points, shape))} of checkpoints",
-            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, {flops:.2g} to train all "
-            f"points{_hours(study, flops)}",
+            text + supervised,
+            f"  disk: {at_most}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
+            f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
+            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, "
+            f"{at_most}{flops:.2g} to train all points{_hours(study, flops)}",
         ]
     )
 
 
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:,.2f} GiB"
-
-
 def _hours(study: Study, flops: float) -> str:
     """Time of all training at the speed that points of this study had, or at `launch.tflops` a process."""
-    done = [read_json(p.dir / "train.json") for p in study.points if (p.dir / "train.json").is_file()]
+    found = [read_json(p.dir / "train.json") for p in study.points if (p.dir / "train.json").is_file()]
+    done = [d for d in found if d["train_flops"]]
     launch = study.cfg.launch
     if done:
         rate = sum(d["train_flops"] for d in done) / sum(d["wall_seconds"]["train"] for d in done)

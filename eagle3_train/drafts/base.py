@@ -42,6 +42,10 @@ class StepLoss(Protocol):
         """
         ...
 
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        """Scaled smooth-L1 distance of one step, for heads that predict the target's features too. Both [R, H]."""
+        ...
+
     def steps(
         self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
     ) -> Tensor:
@@ -74,6 +78,7 @@ class Draft(nn.Module):
 
     steps: int  # K
     n_layers: int  # states of the target that a batch carries (inputs and the final one)
+    reads: slice = slice(0, -1)  # which of these `observe` takes: all but the final one
     hidden_size: int  # of the target
     vocab: DraftVocab
     frozen_parameters: int  # of the target, used and not trained
@@ -86,6 +91,11 @@ class Draft(nn.Module):
     def kept_targets(self, batch: DraftBatch) -> Tensor:
         """[N] bool: positions whose target argmax lies inside the draft vocabulary."""
         raise NotImplementedError
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the head has anything to train."""
+        return any(True for _ in self.parameters())
 
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:

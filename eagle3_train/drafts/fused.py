@@ -1,5 +1,5 @@
-"""The device's fused attention over step-0 keys, with the log-sum-exp that `attention.merge` needs, and its backward for
-any output and log-sum-exp.
+"""The device's fused attention over step-0 keys, with the log-sum-exp that `attention.merge` needs, and its backward
+for any output and log-sum-exp.
 
 CPU: the flash kernel of scaled_dot_product_attention, a call a segment. CUDA: FlashAttention 2 over all segments at
 once (16 bit, head dims up to 256; a segment's queries are the last of its keys, which is what its causal mask means).
@@ -105,8 +105,8 @@ def _spans(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, Te
     rows = torch.tensor([n for _, _, n in segments])
     lengths = torch.tensor([first + n - start for start, first, n in segments])
     keys = torch.cat([torch.arange(start, first + n) for start, first, n in segments])
-    offsets = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (rows, lengths))
-    return keys.to(device), *offsets, int(rows.max()), int(lengths.max())
+    of_rows, of_keys = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (rows, lengths))
+    return keys.to(device), of_rows, of_keys, int(rows.max()), int(lengths.max())
 
 
 def _forward_cuda(

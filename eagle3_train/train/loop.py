@@ -27,6 +27,7 @@ from eagle3_train.train.step import split, train_step
 from eagle3_train.train.validate import validate
 
 Evaluate = Callable[[Draft], dict[str, Any]]
+NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0}
 
 
 def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
@@ -46,8 +47,11 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
 
 
 def _is_done(cfg: Config) -> bool:
+    """With its weights: a head whose checkpoints were removed is trained anew."""
     path = cfg.point_dir / "train.json"
-    return path.exists() and read_json(path).get("train_identity") == digest(cfg.point_identity)
+    if not path.exists() or checkpoint.newest(cfg.point_dir / "checkpoints") is None:
+        return False
+    return read_json(path).get("train_identity") == digest(cfg.point_identity)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
@@ -64,11 +68,13 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     validation = Store.open(f"{cfg.paths.store}/validation")
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
+    if not head.is_trained:
+        return _without_training(cfg, head, store, plan, world)
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
     engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)
 
     # Where were we? All ranks read the same newest whole checkpoint.
-    first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0}
+    first, totals = 0, dict(NOTHING)
     if found := checkpoint.newest(cfg.point_dir / "checkpoints"):
         state = found.state
         first, totals = plan.resume(state["plan"]), state["totals"]
@@ -136,7 +142,8 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
             bar.update(1, note=f"loss {result.loss:.3f}")
 
     numbers = validate(cfg.train, engine, validation)
-    record = _record(cfg, head, store, plan, totals) | numbers
+    record = _record(cfg, head, store, plan, totals, len(plan)) | numbers
+    record["train_tokens_per_s"] = totals["tokens"] / totals["seconds"]
     tracker.log(scalars(numbers), step=len(plan))
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
     tracker.close()
@@ -144,6 +151,16 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
         write_json(cfg.point_dir / "train.json", record)
     world.barrier()
     return load_head(cfg, device)  # plain and whole, whatever the engine has made of `head`
+
+
+def _without_training(cfg: Config, head: Draft, store: Store, plan: BatchPlan, world: World) -> Draft:
+    """A head without parameters is a point too: its record says that it has consumed nothing."""
+    if world.is_main:
+        save(cfg, cfg.point_dir / "config.yaml")
+        write_json(cfg.point_dir / "train.json", _record(cfg, head, store, plan, NOTHING, steps=0))
+        say(f"{cfg.point_name}: draft={cfg.draft.kind} has nothing to train")
+    world.barrier()
+    return head.eval()
 
 
 def by_step(name: str, values: list[float]) -> dict[str, float]:
@@ -158,7 +175,9 @@ def scalars(numbers: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any]) -> dict[str, Any]:
+def _record(
+    cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any], steps: int
+) -> dict[str, Any]:
     """What training knows of the Result contract (docs/architecture.md)."""
     rows = slice(0, cfg.data.sequences)
     return {
@@ -175,14 +194,13 @@ def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dic
         "consumed_tokens": totals["tokens"],
         "consumed_supervised_tokens": totals["rows"],
         "epochs": totals["tokens"] / plan.epoch_tokens,
-        "steps": len(plan),
+        "steps": steps,
         "draft_steps": head.steps,
         "draft_vocab_size": cfg.draft.vocab_size,
         "vocab_coverage": head.vocab.coverage,
         "parameters": head.parameter_counts(),
         "train_flops": totals["flops"],
         "wall_seconds": {"train": totals["seconds"]},
-        "train_tokens_per_s": totals["tokens"] / totals["seconds"],
         "peak_rss_mb": peak_rss_mb(),
         "optim": asdict(cfg.optim),
         "store_fingerprint": store.fingerprint,

@@ -6,7 +6,7 @@ L compares p, the target's distribution restricted to the draft vocabulary and r
 |---|---|---|
 | soft_ce | -sum_v p log q; less p's entropy it is the forward KL | q - p |
 | reverse_kl | sum_v q (log q - log p) | q (log q - log p - L) |
-| tv | 1/2 sum_v abs(p - q): one less the chance that sampling accepts the draft (Leviathan et al. 2023) | q (g - sum q g) |
+| tv | 1/2 sum_v abs(p - q): 1 - the chance that a sampled draft is accepted (Leviathan et al. 2023) | q (g - sum q g) |
 | hard_ce | -log q at p's most likely token | q - onehot |
 
 with g = 1/2 sign(q - p). Dividing by the *global* count makes the loss independent of packing, accumulation and world
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_train.config import parse_objective
@@ -102,7 +103,7 @@ class _LinearObjective(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         value, ce = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
         d_hidden = torch.empty_like(hidden) if train else None
-        d_weight = torch.zeros_like(weight) if train and weight.requires_grad else None
+        d_weight = torch.zeros_like(weight) if train and ctx.needs_input_grad[1] else None
         evaluate = _compiled_compare() if compiled else compare
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
@@ -145,9 +146,9 @@ class Objective:
         objective: str = "soft_ce",
         compiled: bool = False,
     ) -> None:
-        geometric = isinstance(step_weight, int | float)
-        weights = [step_weight**i for i in range(len(counts))] if geometric else list(step_weight)
-        self.scales = [w / n if n else 0.0 for w, n in zip(weights, counts.tolist(), strict=True)]
+        if isinstance(step_weight, int | float):
+            step_weight = [float(step_weight) ** i for i in range(len(counts))]
+        self.scales = [w / n if n else 0.0 for w, n in zip(step_weight, counts.tolist(), strict=True)]
         self.oov = oov
         self.mix: Mix = tuple(parse_objective(objective).items())
         self.compiled = compiled
@@ -171,6 +172,13 @@ class Objective:
         for step, part in enumerate(ce.split(rows_by_step)):
             self.ce_sums[step] += part.sum()
         return loss
+
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        """EAGLE-1's regression: smooth L1, averaged over the feature and divided by the same global count as the CE."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            distance = F.smooth_l1_loss(hidden.to(wide), features.to(wide), reduction="sum")
+        return distance * (self.scales[step] / hidden.shape[1])
 
 
 class Validation(Objective):

@@ -44,12 +44,15 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
 
 
 def load_head(cfg: Config, device: torch.device) -> Draft:
-    """The trained head of a point, from its newest checkpoint. ValueError where there is none."""
-    found = checkpoint.newest(cfg.point_dir / "checkpoints")
-    if found is None:
-        raise ValueError(f"{cfg.point_dir} holds no checkpoint: train this point first (eagle3 train, same options)")
+    """The head of a point, trained: from its newest checkpoint. ValueError where there is none."""
     head = build_head(cfg, open_store(cfg), device)
-    head.load_state_dict(found.weights(), strict=True)
+    if head.is_trained:
+        found = checkpoint.newest(cfg.point_dir / "checkpoints")
+        if found is None:
+            raise ValueError(
+                f"{cfg.point_dir} holds no checkpoint: train this point first (eagle3 train, same options)"
+            )
+        head.load_state_dict(found.weights(), strict=True)
     return head.eval()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,9 @@ def test_a_run_learns_and_leaves_what_others_rely_on(study: Path, tmp_path: Path
     before = (cfg.point_dir / "metrics.jsonl").read_bytes()
     train(cfg)  # a finished point is not run again
     assert (cfg.point_dir / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(cfg.point_dir / "checkpoints")  # without its weights it is not finished
+    for a, b in zip(head.parameters(), train(cfg).parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_kill_9_and_resume_is_bit_identical(study: Path, tmp_path: Path) -> None:
