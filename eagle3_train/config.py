@@ -300,6 +300,22 @@ class EvalConfig:
 
 
 @dataclass
+class ServeConfig:
+    """A draft head in an inference server."""
+
+    tasks: list[str] = field(default_factory=list)  # of eval.tasks, whose prompts are sent; empty: eval.decode_tasks
+    prompts: int = 32  # of each task, the first ones
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests at any time
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    head: str | None = None  # an exported head; null: the point's, exported as `eagle3 export` does
+    dtype: str = "auto"  # of target and head in vLLM: fp32 | bf16 | fp16; auto: the target's own
+    url: str | None = None  # a server that runs already, with the head, in place of our own vLLM: http://HOST:PORT
+    baseline_url: str | None = None  # with url: one without the head, to compare with
+    arguments: list[str] = field(default_factory=list)  # more of vLLM's: ["--tensor-parallel-size", "2"]
+    start_minutes: float = 15.0  # for vLLM to load and compile
+
+
+@dataclass
 class TrackerConfig:
     kinds: list[str] = field(default_factory=list)  # besides jsonl, which is always on: wandb, tensorboard
     project: str = "eagle3-scaling"  # wandb's
@@ -367,6 +383,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -478,6 +495,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.init_layer": ("target", "random"),
     "draft.attention": ("auto", "merge", "flex", "reference"),
     "draft.eagle3.lm_head": ("trained", "frozen"),
+    "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
     "export.format": ("speculators", "eagle"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps"),
@@ -517,6 +535,8 @@ POSITIVE = (
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
+    "serve.prompts",
+    "serve.start_minutes",
     "launch.nproc_per_node",
     "launch.nodes",
     "launch.slurm.points_at_once",
@@ -701,9 +721,18 @@ def check(cfg: Config) -> None:
     for tree in cfg.eval.trees:
         if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
             raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
-    for name in cfg.eval.decode_tasks:
-        if name not in names:
-            raise ValueError(f"eval.decode_tasks names {name!r}, which is not among eval.tasks {names}")
+    for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
+        for name in chosen:
+            if name not in names:
+                raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
+        raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
+    if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
+        raise ValueError(f"serve.concurrency={cfg.serve.concurrency} must be numbers of at least 1")
+    if not cfg.serve.temperatures or min(cfg.serve.temperatures) < 0:
+        raise ValueError(f"serve.temperatures={cfg.serve.temperatures} must be numbers, none negative")
+    if cfg.serve.baseline_url is not None and cfg.serve.url is None:
+        raise ValueError("serve.baseline_url needs serve.url, the server with the head that is compared with it")
 
 
 def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import config
 from eagle3_train.config import Config
@@ -149,6 +149,11 @@ def _measure(cfg: Config, head: Draft) -> None:
 
 def export(call: Call) -> int:
     cfg = call.config()
+    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    return 0
+
+
+def _export(cfg: Config, folder: Path) -> None:
     from eagle3_train.device import DTYPES
     from eagle3_train.export import check_export, export_head
     from eagle3_train.files import read_json
@@ -156,13 +161,45 @@ def export(call: Call) -> int:
 
     source = head_source(cfg)
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
-    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format
     results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
     export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
     say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)
+
+
+def serve_bench(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.evaluate import serve
+    from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
+
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
+    if cfg.serve.url is None and cfg.serve.head is None:
+        cfg.export.format = "speculators"
+        _export(cfg, head)
+    tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
+    serve.serve_bench(cfg, folder, head, cfg.draft.steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
     return 0
+
+
+def _explainer(cfg: Config, folder: Path) -> Any:
+    """Says why two greedy outputs differ, with the target's own logits in fp32."""
+    import torch
+
+    from eagle3_train.decode.runner import TargetRunner
+    from eagle3_train.device import resolve_device
+    from eagle3_train.evaluate.difference import first_gap
+    from eagle3_train.evaluate.serve.client import Prompt
+    from eagle3_train.target import load_target
+
+    model = load_target(folder, torch.float32, resolve_device(cfg.device), cfg.target.trust_remote_code)
+    runner = TargetRunner(model, [])
+
+    def explain(prompt: Prompt, plain: list[int], drafted: list[int]) -> dict[str, Any]:
+        return first_gap(runner, torch.tensor(prompt.ids, device=runner.device), plain, drafted)
+
+    return explain
 
 
 def study(call: Call) -> int:
@@ -327,6 +364,18 @@ STEPS: dict[str, Step] = {
         "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
         ("export.format", "export.path", "export.dtype", "export.check"),
         ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
+    ),
+    "serve-bench": Step(
+        serve_bench,
+        "a trained head in vLLM: acceptance, latency and throughput beside plain serving, replay and decoding",
+        "what `train` and `capture` wrote; the same overrides as for `train` find the head",
+        "<point>/: serve.json, serve.jsonl, vllm-*.log",
+        ("serve.prompts", "serve.concurrency", "serve.temperatures", "serve.dtype", "serve.url", "serve.baseline_url"),
+        (
+            "eagle3 serve-bench data.scale=8 serve.prompts=8 serve.concurrency=[1,4]",
+            "eagle3 serve-bench serve.url=http://host:8000 serve.baseline_url=http://host:8001",
+        ),
+        is_job=True,
     ),
     "study": Step(
         study,
