@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
@@ -34,6 +36,11 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     vocab = DraftVocab.from_counts(token_counts(store), cfg.draft.vocab_size)
     torch.manual_seed(cfg.seed)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+
+
+def copy_sharing_buffers(head: Draft) -> Draft:
+    """Another head with parameters of its own; the target's tensors, which nothing changes, are the same ones."""
+    return copy.deepcopy(head, {id(buffer): buffer for buffer in head.buffers()}).eval()
 
 
 def load_head(cfg: Config, device: torch.device) -> Draft:
