@@ -1,7 +1,8 @@
 """`eagle3 STEP [key=value ...]`: one thin entry point a step, over the configuration in `conf/`.
 
 What a user got wrong is one line and exit code 2, without a traceback (EAGLE3_DEBUG=1 shows it); a failed job is exit
-code 1; Ctrl-C is exit code 130.
+code 1; Ctrl-C is exit code 130; SIGTERM, and training that a signal or its time limit stopped in good order, is exit
+code 143, which means: the same command continues.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from eagle3_train import config
+from eagle3_train.exits import FAILED, INTERRUPTED, MISTAKE, REQUEUE, Unfinished
 from eagle3_train.help import all_keys, overview, step_help
 from eagle3_train.steps import STEPS, Call, run_step
 
@@ -29,10 +31,6 @@ HELP = {"-h", "--help"}
 # OSError: a full disk, a folder that cannot be written; ArithmeticError: a loss that is not finite, a number too large.
 MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseException)
 SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
-
-
-class Terminated(SystemExit):
-    """SIGTERM, as an exception, so that whatever runs may end its children and leave its files in order."""
 
 
 class Failed(Exception):
@@ -54,15 +52,15 @@ def guarded(action: Callable[[], int | None]) -> int:
         return action() or 0
     except KeyboardInterrupt:
         print("\nstopped; the same command continues where this one ended", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except Failed as e:
         print(f"failed: {e}", file=sys.stderr)
-        return 1
+        return FAILED
     except MISTAKES as e:
         if os.environ.get("EAGLE3_DEBUG"):
             raise
         print(f"error: {explain(e)}", file=sys.stderr)
-        return 2
+        return MISTAKE
 
 
 def explain(error: BaseException) -> str:
@@ -139,7 +137,7 @@ def _groups() -> list[str]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + number)
+    raise Unfinished()
 
 
 def _end_with_parent() -> None:
@@ -148,7 +146,7 @@ def _end_with_parent() -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(20)  # for a checkpoint
-    os._exit(143)
+    os._exit(REQUEUE)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,9 @@ class DeepSpeed(Engine):
         from deepspeed.utils import logger
 
         logger.setLevel(logging.WARNING)
+        # On CPUs DeepSpeed would compile shared-memory collectives first: minutes, and for ever where a lock was left by
+        # a compiler that was killed. gloo does the same work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = make_optimizer(optim, head.parameters())
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=head, optimizer=optimizer, config=json.loads(json.dumps(config)), dist_init_required=False
