@@ -112,9 +112,26 @@ class DataConfig:
         return round(self.scale * self.base_sequences)
 
 
+HEADS = {"eagle3", "eagle1"}  # kinds of draft heads
+# Options of all heads that a kind has no use for.
+UNUSED_BY: dict[str, tuple[str, ...]] = {"eagle1": ("init_lm_head",)}
+
+
+@dataclass
+class Eagle1Config:
+    """EAGLE-1, and the steps from it to EAGLE-3."""
+
+    inputs: str = "final"  # final: the target's last state; fused: fc over the input layers, as in EAGLE-3
+    feature_weight: float = 1.0  # of the feature regression
+    ce_weight: float = 0.1  # of the cross-entropy
+    noise: float = 0.2  # width of the uniform noise on the features of a document of 512 tokens; 0: none
+    trained_steps: int = 1  # steps that the loss unrolls; draft.steps: training-time test
+    bias: bool = True  # of fc
+
+
 @dataclass
 class DraftConfig:
-    """The draft head."""
+    """The draft head. What one kind alone has is in a part of its name."""
 
     kind: str = "eagle3"
     steps: int = 3  # K: training-time-test steps, and the chain length that is drafted
@@ -122,6 +139,15 @@ class DraftConfig:
     init_lm_head: str = "target"  # target: the target's rows; random
     init_layer: str = "target"  # target: the target's last layer, fc passing the top state through; random
     attention: str = "merge"  # merge (fused kernel + log-sum-exp merge); reference (explicit mask, slow)
+    eagle1: Eagle1Config = field(default_factory=Eagle1Config)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the head: options that its kind does not have are left out, so that new kinds and their options
+        rename no point of another kind."""
+        draft = asdict(self)
+        unused = {"attention", *(HEADS - {self.kind}), *UNUSED_BY.get(self.kind, ())}
+        return {key: value for key, value in draft.items() if key not in unused}
 
 
 @dataclass
@@ -287,15 +313,13 @@ class Config:
         capture = asdict(self.capture)
         for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
             del capture[irrelevant]
-        draft = asdict(self.draft)
-        del draft["attention"]
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
             "data": asdict(self.data),
-            "draft": draft,
+            "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
             "seed": self.seed,
@@ -347,7 +371,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
-    "draft.kind": ("eagle3",),
+    "draft.kind": tuple(sorted(HEADS)),
+    "draft.eagle1.inputs": ("final", "fused"),
     "draft.init_lm_head": ("target", "random"),
     "draft.init_layer": ("target", "random"),
     "draft.attention": ("merge", "reference"),
@@ -380,8 +405,8 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "optim.eps",
-    "train.step_weight",
     "engine.timeout_minutes",
+    "draft.eagle1.trained_steps",
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
@@ -406,7 +431,16 @@ POSITIVE_IF_SET = (
     "engine.shard_size",
     "launch.tflops",
 )
-NOT_NEGATIVE = ("seed", "corpus.seed", "corpus.min_supervised", "optim.weight_decay")
+NOT_NEGATIVE = (
+    "seed",
+    "corpus.seed",
+    "corpus.min_supervised",
+    "optim.weight_decay",
+    "train.step_weight",  # 0: the first step alone is trained
+    "draft.eagle1.feature_weight",
+    "draft.eagle1.ce_weight",
+    "draft.eagle1.noise",
+)
 FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
 
 
@@ -461,6 +495,14 @@ def check(cfg: Config) -> None:
             raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
         raise ValueError(f"corpus.sources has a name twice: {[s.name for s in cfg.corpus.sources]}")
+    own = cfg.draft.eagle1
+    if cfg.draft.kind == "eagle1" and own.feature_weight == own.ce_weight == 0:
+        raise ValueError("draft.eagle1.feature_weight and draft.eagle1.ce_weight are both 0: nothing would be trained")
+    if cfg.draft.kind == "eagle1" and own.trained_steps > cfg.draft.steps:
+        raise ValueError(
+            f"draft.eagle1.trained_steps={own.trained_steps} exceeds draft.steps={cfg.draft.steps}: lower it, or "
+            "draft more"
+        )
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:

@@ -64,7 +64,7 @@ class Job:
         look for themselves at what they have done."""
         if self.step in SHARED:
             return self._is_stamped()
-        return self.step == "point" and is_measured(self.cfg)
+        return self.step == "point" and is_measured(self.cfg, self.folder)
 
     def finish(self) -> bool:
         """After a successful run: record what a shared step has made. False: something that it should make is missing.
@@ -107,11 +107,11 @@ def data_identity(cfg: Config, step: str = "capture") -> str:
     return digest(parts, 16)
 
 
-def is_measured(cfg: Config) -> bool:
-    """Whether the point's result.json is whole and that of this configuration: trained, evaluated, and decoded where
-    that is asked for. Otherwise the point is to be run; what it has already (the trained head) is not redone."""
+def is_measured(cfg: Config, folder: Path) -> bool:
+    """Whether the result.json in a point's folder is whole and that of this configuration: trained, evaluated, and
+    decoded where that is asked for. Otherwise the point is to be run; what it has (the trained head) is not redone."""
     try:
-        result = read_json(cfg.point_dir / "result.json")
+        result = read_json(folder / "result.json")
     except (FileNotFoundError, ValueError):
         return False
     if not isinstance(result, dict):

@@ -46,7 +46,7 @@ def render(batch: Batch) -> str:
         "chdir": os.getcwd(),
         "output": folder(cfg) / f"{batch.name}-%a.txt",
         "open-mode": "append",
-        "nodes": first.nodes,
+        "nodes": max(job.nodes for job in batch.jobs),
         "ntasks-per-node": 1,
         "time": slurm.time,
         "partition": slurm.partition,

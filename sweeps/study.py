@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from eagle3_train.config import Config
 from eagle3_train.console import duration, say
 from eagle3_train.files import write_json
 from launch import Job, Outcome, run, slurm
-from launch.jobs import SHARED
+from launch.jobs import SHARED, is_measured
 from launch.lock import holder_of
 from sweeps.estimate import TimeLeft, describe
 from sweeps.points import Point, Study, plan
@@ -66,15 +67,15 @@ def run_study(overrides: Sequence[str]) -> Report:
 def adopt(point: Point) -> bool:
     """Share a point that another study of the same outputs has done: by a link to its folder. True: it is done now."""
     if point.dir.is_symlink() and not point.dir.exists():
-        point.dir.unlink()  # the other study was deleted
+        point.dir.unlink(missing_ok=True)  # the other study was deleted
     if point.dir.exists():
         return False
     for folder in sorted(Path(point.cfg.paths.outputs).glob(f"*/{point.name}")):
-        point.dir.symlink_to(os.path.relpath(folder, point.dir.parent))
-        if Job("point", point.cfg).is_done():
+        if is_measured(point.cfg, folder):
+            with suppress(FileExistsError):  # another process of this study was first
+                point.dir.symlink_to(os.path.relpath(folder, point.dir.parent))
             say(f"{point.name}: done by study {folder.parent.name!r}, shared")
             return True
-        point.dir.unlink()
     return False
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import Draft, DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, supervised_counts
+from eagle3_train.drafts.eagle1 import Eagle1
 from eagle3_train.drafts.eagle3 import Eagle3
 from eagle3_train.drafts.vocab import DraftVocab
 
-HEADS: dict[str, type[Eagle3]] = {"eagle3": Eagle3}
+HEADS: dict[str, Callable[[DraftConfig, TargetPart, DraftVocab, int], Draft]] = {"eagle3": Eagle3, "eagle1": Eagle1}
 
 
 def build(cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> Draft:
@@ -21,6 +24,7 @@ __all__ = [
     "DraftBatch",
     "DraftState",
     "DraftVocab",
+    "Eagle1",
     "Eagle3",
     "StepLoss",
     "TargetPart",

@@ -42,6 +42,10 @@ class StepLoss(Protocol):
         """
         ...
 
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        """Scaled smooth-L1 distance of one step, for heads that predict the target's features too. Both [R, H]."""
+        ...
+
 
 @dataclass
 class DraftState:
@@ -68,6 +72,7 @@ class Draft(nn.Module):
 
     steps: int  # K
     n_layers: int  # states of the target that a batch carries (inputs and the final one)
+    reads: slice = slice(0, -1)  # which of these `observe` takes: all but the final one
     hidden_size: int  # of the target
     vocab: DraftVocab
     frozen_parameters: int  # of the target, used and not trained

@@ -58,7 +58,7 @@ def decode_tasks(
     records = []
     for task in tasks:
         transcripts = open_transcripts(transcripts_dir, task.name)
-        runner = TargetRunner(model, transcripts.layer_ids)
+        runner = TargetRunner(model, transcripts.layer_ids[head.reads])
         total = min(prompts, len(transcripts))
         fields = {
             "task": task.name,

@@ -57,15 +57,18 @@ class Checkpoint:
         with self._named():
             return load_file(self.path / "head.safetensors")
 
-    def load_into(self, engine: Engine) -> None:
-        """Weights, optimizer state and, on as many ranks as wrote it, random generators. A collective."""
+    def load_into(self, engine: Engine) -> bool:
+        """Weights, optimizer state and random generators; False: these are of another number of ranks, and not set. A
+        collective."""
         with self._named():
             state = engine.state()  # of the right shapes and shards, to be overwritten
             dcp.load(state, checkpoint_id=self.path / "optimizer", no_dist=engine.world.size == 1)
             generators = torch.load(self.path / "rng.pt", weights_only=True)
             engine.load(self.weights(), state)
-        if len(generators) == engine.world.size:
-            set_random_state(generators[engine.world.rank])
+        if len(generators) != engine.world.size:
+            return False
+        set_random_state(generators[engine.world.rank])
+        return True
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import make_engine
 from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
-from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store
+from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store, seed_rank
 from eagle3_train.train.step import StepResult, split, train_step
 from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
@@ -82,12 +82,14 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))
 
     # Where were we? At rank 0's newest whole checkpoint.
+    seed_rank(cfg.seed, world.rank, 0)
     first, highest = 0, -math.inf
     totals = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
     if found := world.gather(checkpoint.newest(folder))[0]:
         state = found.state
         first, highest, totals = plan.resume(state["plan"]), state["highest_tau"] or -math.inf, state["totals"]
-        found.load_into(engine)
+        if not found.load_into(engine):
+            seed_rank(cfg.seed, world.rank, first)
     tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")

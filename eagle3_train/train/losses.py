@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 512  # rows whose logits exist at once: [512, D] fp32 stays near the caches, and [R, D] is never kept
@@ -30,25 +31,26 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         ce = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if train else None
-        d_weight = torch.zeros_like(weight) if train else None
+        d_weight = torch.zeros_like(weight) if train and ctx.needs_input_grad[1] else None  # None: frozen
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
             h, p = hidden[part], targets[rows[part]].to(wide)
             logits = (h @ head.T).to(wide)
             lse = logits.logsumexp(-1)
             ce[part] = lse - (p * logits).sum(-1)
-            if d_hidden is not None and d_weight is not None:
+            if d_hidden is not None:
                 grad = logits.sub_(lse[:, None]).exp_().sub_(p).mul_(scale).to(hidden.dtype)
                 d_hidden[part] = grad @ head
-                d_weight.addmm_(grad.T.to(weight.dtype), h.to(weight.dtype))
+                if d_weight is not None:
+                    d_weight.addmm_(grad.T.to(weight.dtype), h.to(weight.dtype))
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(ce)
         return ce.sum() * scale, ce
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None, None, None, None
+        d_hidden, d_weight = (t if t is None else t * grads[0].to(t.dtype) for t in ctx.saved_tensors)
+        return d_hidden, d_weight, None, None, None, None
 
 
 class Objective:
@@ -72,6 +74,13 @@ class Objective:
             )
         self.ce_sums[step] += ce.sum()
         return loss
+
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        """EAGLE-1's regression: smooth L1, averaged over the feature and divided by the same global count as the CE."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            distance = F.smooth_l1_loss(hidden.to(wide), features.to(wide), reduction="sum")
+        return distance * (self.scales[step] / hidden.shape[1])
 
 
 class Validation(Objective):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eagle3_train import drafts
-from eagle3_train.config import Config
+from eagle3_train.config import Config, digest
 from eagle3_train.drafts import Draft, DraftVocab
 from eagle3_train.store import Store, expect_origin, read_target_part, token_counts
 from eagle3_train.train import checkpoint
@@ -36,6 +36,11 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     vocab = DraftVocab.from_counts(token_counts(store), cfg.draft.vocab_size)
     torch.manual_seed(cfg.seed)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+
+
+def seed_rank(seed: int, rank: int, step: int) -> None:
+    """Random numbers (noise on features) that differ between ranks, and do not begin anew where a run continues."""
+    torch.manual_seed(int(digest([seed, rank, step], 12), 16))
 
 
 def copy_sharing_buffers(head: Draft) -> Draft:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.drafts import DraftBatch, DraftVocab, Eagle3, build
+from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, Eagle3, build
 
 V, H = 29, 24
 THETA = 1234.0
@@ -56,12 +56,20 @@ class TinyTarget:
 def tiny_head(
     steps: int = 4, dtype: torch.dtype = torch.float64, target: TinyTarget | None = None, **draft: Any
 ) -> Eagle3:
-    """A head with all its norms off 1, so that a norm left out is seen."""
+    """An EAGLE-3 head."""
+    head = tiny_draft("eagle3", steps, dtype, target, **draft)
+    assert isinstance(head, Eagle3)
+    return head
+
+
+def tiny_draft(
+    kind: str, steps: int = 4, dtype: torch.dtype = torch.float64, target: TinyTarget | None = None, **draft: Any
+) -> Draft:
+    """A head of a kind with all its norms off 1, so that a norm left out is seen."""
     torch.manual_seed(3)
     vocab = DraftVocab(np.array([0, 2, 3, 5, 8, 9, 11, 14, 17, 18, 20, 21, 26]), V, 0.5)
-    draft = {"init_layer": "random"} | draft  # from the target, half of q, k and v would be zero
-    head = build(DraftConfig(steps=steps, **draft), target or TinyTarget(), vocab, n_inputs=3)
-    assert isinstance(head, Eagle3)
+    draft = {"init_layer": "random"} | draft  # from the target, half of EAGLE-3's q, k and v would be zero
+    head = build(DraftConfig(kind=kind, steps=steps, **draft), target or TinyTarget(), vocab, n_inputs=3)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if "norm" in name:

@@ -105,13 +105,20 @@ class _HardLoss:
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ lm_head.T, targets[target_rows], reduction="sum")
 
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        return F.smooth_l1_loss(hidden, features, reduction="sum") / hidden.shape[1]
+
 
 @cache
 def trained_head(steps: int = 3) -> Draft:
     """EAGLE-3 on the tiny target, fitted to half of what it is tested on, so that it is sometimes right."""
+    return fitted(DraftConfig(steps=steps, init_lm_head="random"))
+
+
+def fitted(cfg: DraftConfig) -> Draft:
     torch.manual_seed(0)
     vocab = DraftVocab(np.delete(np.arange(VOCAB), [5, 7]), VOCAB, 1.0)
-    head = build(DraftConfig(steps=steps, init_lm_head="random"), tiny_part(), vocab, len(LAYER_IDS))
+    head = build(cfg, tiny_part(), vocab, len(LAYER_IDS))
     batch = DraftBatch.collate(transcripts()[::2], CPU, torch.float32)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(60):
