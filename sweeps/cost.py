@@ -6,6 +6,7 @@ the estimate is an upper bound. FLOPs count a multiply-add twice, a backward pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,13 +113,40 @@ def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
     return data.tokens * (n_inputs(cfg) + 1) * shape.hidden * BYTES[cfg.store.dtype]
 
 
-def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
+def trainable(cfg: Config, shape: Shape) -> int:
+    """Parameters of an EAGLE-3 head, less its norms."""
     h, q, kv = shape.hidden, shape.queries, shape.keys
     layer = 2 * h * (q + 2 * kv) + q * h + 3 * h * shape.intermediate
-    return sum(
-        (layer + n_inputs(cfg) * h * h + cfg.draft.vocab_size * h) * TRAINING_BYTES * cfg.train.keep_last
-        for cfg in points
-    )
+    return layer + n_inputs(cfg) * h * h + cfg.draft.vocab_size * h
+
+
+def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
+    """The last ones of every point, and the best."""
+    kept = [(cfg, cfg.train.keep_last + (cfg.train.keep_best and cfg.train.eval_every is not None)) for cfg in points]
+    return float(sum(trainable(cfg, shape) * TRAINING_BYTES * n for cfg, n in kept))
+
+
+def optimizer_steps(cfg: Config, data: Data) -> int:
+    """Of a point."""
+    if cfg.train.regime == "steps":
+        return cfg.train.steps or 0
+    return math.ceil(cfg.train.epochs * data.tokens / cfg.train.batch_tokens)
+
+
+def training_bytes(cfg: Config, shape: Shape) -> dict[str, float]:
+    """Memory of one process while it trains an EAGLE-3 head, by what takes it. Activations are an estimate: what the
+    backward pass needs of each token and step of a forward pass, in the compute dtype."""
+    processes = cfg.launch.nodes * cfg.launch.nproc_per_node
+    shards = {"fsdp2": processes, "hsdp": cfg.engine.shard_size or 1}.get(cfg.engine.kind, 1)
+    tokens = cfg.train.micro_batch_tokens or cfg.train.batch_tokens / processes
+    size = 4 if cfg.train.compute_dtype == "fp32" else 2
+    per_step = 8 * shape.hidden + 2 * (shape.queries + shape.keys) + 4 * shape.intermediate
+    inputs = (n_inputs(cfg) + 1) * shape.hidden + cfg.draft.vocab_size  # states of the target, and its distribution
+    return {
+        "weights, gradients and optimizer state": 16 * trainable(cfg, shape) / shards,
+        "the target's embeddings and head": 4 * (shape.vocab + cfg.draft.vocab_size) * shape.hidden,
+        "activations": size * tokens * (inputs + cfg.draft.steps * per_step),
+    }
 
 
 def n_inputs(cfg: Config) -> int:

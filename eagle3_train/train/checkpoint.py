@@ -1,11 +1,11 @@
 """Checkpoints: a folder a step, written aside and renamed, so that a folder with the final name is whole.
 
-    step-00000200/head.safetensors   full fp32 weights, by name: all that evaluation and export need
-    step-00000200/optimizer/         optimizer state by parameter name, in torch.distributed.checkpoint's format: every
-                                     rank writes its own shards, and any engine and world size reads them
-    step-00000200/rng.pt             states of the random generators, of every rank
-    step-00000200/state.json         step, data position, totals, replay tau where it was measured
-    best                             a link to the checkpoint of the highest replay tau, where there is one
+step-00000200/head.safetensors   full fp32 weights, by name: all that evaluation and export need
+step-00000200/optimizer/         optimizer state by parameter name, in torch.distributed.checkpoint's format: every
+                                 rank writes its own shards, and any engine and world size reads them
+step-00000200/rng.pt             states of the random generators, of every rank
+step-00000200/state.json         step, data position, totals, replay tau where it was measured
+best                             a link to the checkpoint of the highest replay tau, where there is one
 """
 
 from __future__ import annotations

@@ -160,6 +160,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
             saver.check()
             if reason:
                 saver.wait()
+                world.barrier()  # a rank that leaves takes the others with it: rank 0 has saved
                 if world.is_main:
                     say(
                         f"{cfg.point_name}: stopped by {reason} after step {done} of {len(plan)}, which is saved; the "
@@ -204,7 +205,9 @@ def _without_nan(record: dict[str, Any], name: str) -> dict[str, Any]:
 
     cleaned: dict[str, Any] = clean(record, "")
     if bad:
-        say(f"WARNING: {name}: {', '.join(bad)}: written as null; the head has diverged or the held-out data is damaged")
+        say(
+            f"WARNING: {name}: {', '.join(bad)}: written as null; the head has diverged or the held-out data is damaged"
+        )
     return cleaned
 
 

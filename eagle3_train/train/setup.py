@@ -38,6 +38,11 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
 
 
+def parameter_counts(cfg: Config) -> dict[str, int]:
+    """Parameters of the head that `cfg` describes, by part (see Draft.parameter_counts)."""
+    return build_head(cfg, open_store(cfg), torch.device("cpu")).parameter_counts()
+
+
 def seed_rank(seed: int, rank: int, step: int) -> None:
     """Random numbers (noise on features) that differ between ranks, and do not begin anew where a run continues."""
     torch.manual_seed(int(digest([seed, rank, step], 12), 16))

@@ -88,5 +88,3 @@ def _asked() -> str:
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             return name
     return "DDP"
-
-

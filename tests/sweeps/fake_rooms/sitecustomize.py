@@ -36,7 +36,7 @@ def capture(cfg, rank=0, world=1):
         write_json(folder / "manifest.json", {"rows": 256, "tokens": 1000, "supervised_tokens": 500})
 
 
-def train(cfg):
+def train(cfg, evaluate=None):
     note(f"train {cfg.point_name}")
     steps = 10
     metrics = cfg.point_dir / "metrics.jsonl"
