@@ -10,6 +10,7 @@ best                             a link to the checkpoint of the highest replay 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -95,6 +96,12 @@ def best(folder: Path) -> Checkpoint | None:
     """The one of the highest replay tau, among those where it was measured."""
     measured = [c for c in all_in(folder) if c.state.get("tau") is not None]
     return max(measured, key=lambda c: c.state["tau"], default=None)
+
+
+def highest_tau(folder: Path) -> float:
+    """Of `best`; minus infinity where there is none."""
+    found = best(folder)
+    return found.state["tau"] if found else -math.inf
 
 
 class Saver:
@@ -185,12 +192,14 @@ class Saver:
 
     def _prune(self) -> None:
         keep = {c.path for c in all_in(self.folder)[-self.keep_last :]}
+        link, aside = self.folder / "best", self.folder / ".best.tmp"
         if self.keep_best and (top := best(self.folder)):
             keep.add(top.path)
-            link = self.folder / ".best.tmp"
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(top.path.name)
+            aside.replace(link)
+        else:
             link.unlink(missing_ok=True)
-            link.symlink_to(top.path.name)
-            link.replace(self.folder / "best")
         for old in all_in(self.folder):
             if old.path not in keep:
                 shutil.rmtree(old.path)

@@ -81,13 +81,12 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     saver = Saver(folder, world, cfg.train.keep_last, cfg.train.keep_best)
     meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))
 
-    # Where were we? At rank 0's newest whole checkpoint.
-    seed_rank(cfg.seed, world.rank, 0)
-    first, highest = 0, -math.inf
-    totals = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
-    if found := world.gather(checkpoint.newest(folder))[0]:
-        state = found.state
-        first, highest, totals = plan.resume(state["plan"]), state["highest_tau"] or -math.inf, state["totals"]
+    # Where were we? At the newest whole checkpoint that rank 0 sees.
+    first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
+    found, highest = world.gather((checkpoint.newest(folder), checkpoint.highest_tau(folder)))[0]
+    seed_rank(cfg.seed, world.rank, first)
+    if found:
+        first, totals = plan.resume(found.state["plan"]), found.state["totals"]
         if not found.load_into(engine):
             seed_rank(cfg.seed, world.rank, first)
     tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
@@ -145,18 +144,17 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                 line = {"loss": result.loss, **by_step("loss", result.loss_steps), "lr": lr, "steps": len(plan)}
                 line |= {"grad_norm": result.grad_norm, "tokens": totals["tokens"]} | meter.read()
                 tracker.log(line | {"skipped_steps": totals["skipped_steps"]}, step=done)
-            tau = None
+            tau, is_best = None, False
             if last or (cfg.train.eval_every and done % cfg.train.eval_every == 0):
                 numbers = measure()
                 tracker.log(scalars(numbers), step=done)
                 tau = numbers.get("tau")
-            is_best = cfg.train.keep_best and tau is not None and tau > highest
-            highest = max(highest, tau if tau is not None else -math.inf)
+                is_best = cfg.train.keep_best and tau is not None and tau > highest
+                highest = tau if is_best else highest
             is_due = last or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0)
             reason = None if last else stop.reason(world)
             if is_due or is_best or reason:
-                state = {"step": done, "plan": plan.state(done), "totals": dict(totals), "tau": tau}
-                saver.save(engine, state | {"highest_tau": highest if math.isfinite(highest) else None})
+                saver.save(engine, {"step": done, "plan": plan.state(done), "totals": dict(totals), "tau": tau})
             saver.check()
             if reason:
                 saver.wait()

@@ -71,8 +71,8 @@ class DeepSpeed(Engine):
         from deepspeed.utils import logger
 
         logger.setLevel(logging.WARNING)
-        # On CPUs DeepSpeed would first compile shared-memory collectives: minutes, or for ever where a compiler that was
-        # killed has left its lock. gloo does the same work.
+        # On CPUs DeepSpeed would first compile shared-memory collectives: minutes, or for ever where a compiler that
+        # was killed has left its lock. gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = make_optimizer(optim, head.parameters())
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
