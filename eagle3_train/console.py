@@ -32,6 +32,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def size(n_bytes: float) -> str:
+    """`450637679` -> `430 MiB`."""
+    for unit, bytes_of in (("TiB", 2**40), ("GiB", 2**30)):
+        if n_bytes >= bytes_of:
+            return f"{n_bytes / bytes_of:,.2f} {unit}"
+    return f"{n_bytes / 2**20:,.0f} MiB" if n_bytes >= 10 * 2**20 else f"{n_bytes / 2**20:.1f} MiB"
+
+
 class Bar:
     """Progress of one task in units (tokens, steps, prompts). `update(n)` adds n units."""
 

@@ -11,7 +11,11 @@ REQUEUE = 143
 
 
 class Unfinished(SystemExit):
-    """Ends this process with `REQUEUE`; an exception, so that children are ended and files left in order."""
+    """Ends this process with `REQUEUE`; an exception, so that children are ended and files left in order.
 
-    def __init__(self) -> None:
+    how: to be said to the user, where it has not been said yet.
+    """
+
+    def __init__(self, how: str = "") -> None:
         super().__init__(REQUEUE)
+        self.how = how

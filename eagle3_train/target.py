@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_train.config import TargetConfig
 from eagle3_train.console import say
-from eagle3_train.files import file_fingerprint, find_package_file, read_json, temporary_path, write_json
+from eagle3_train.files import (
+    file_fingerprint,
+    find_package_file,
+    read_json,
+    sweep_temporaries,
+    temporary_path,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +79,7 @@ def _converted(source: Path, spec: str, folder: Path) -> Path:
             return folder
         say(f"{folder} was converted from another file than {spec}: converting anew")
     say(f"converting {source.name} to a plain Hugging Face folder, once; half a minute for a small model")
+    sweep_temporaries(folder)
     aside = temporary_path(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -161,7 +169,7 @@ def load_target(
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.to(device)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ def launch(step: str, cfg: Config) -> int:
     if cfg.launch.kind == "slurm":
         batches = slurm.batches_of_step(job)
         if cfg.dry_run:
-            say("\n".join(slurm.render(batch) for batch in batches))
+            say(slurm.show(batches))
         else:
             slurm.submit(batches)
         return 0

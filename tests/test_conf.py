@@ -25,8 +25,19 @@ def test_resolved_configuration_round_trips(tmp_path: Path) -> None:
 
 def test_a_configuration_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("optim: {learning_rate: 1}\n")
-    with pytest.raises(ValueError, match=r"config\.yaml is not a configuration of this version.*learning_rate"):
+    with pytest.raises(
+        ValueError, match=r"config\.yaml is damaged, or not a configuration of this version.*learning_rate"
+    ):
         config.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "a: [1", "- 1\n", "study: {name: x}", None], ids=repr)
+def test_a_damaged_or_missing_configuration_is_named(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}(: no such file| is damaged)"):
+        config.load(path)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +51,14 @@ def test_a_configuration_of_another_version_is_refused_by_name(tmp_path: Path) -
         ("eval.decode_tasks=[nope]", "nope"),
         ("train.regime=steps", "train.steps"),
         ("eval.trees=[{depth: 0}]", "eval.trees"),
+        ("eval.tasks=[{name: a, source: humaneval, prompts: 9999999}]", "from 1 to 1,000,000"),
+        ("capture.layer_ids=[-1,2]", "layer_ids.*0 or more"),
+        ("capture.layer_ids=[2,1]", "ascending"),
+        ("tracker.kinds=[mlflow]", "'mlflow', which is not among wandb, tensorboard"),
+        ("draft.steps=100000", "draft.steps=100000 is beyond all use: at most 64"),
+        ("optim.lr=1e9", "optim.lr"),
+        ("seed=99999999999999999999", "seed"),
+        ("corpus.format=parquet", "corpus.format"),
     ],
 )
 def test_wrong_values_are_refused_by_name(override: str, words: str) -> None:

@@ -15,7 +15,8 @@ ROOMS: dict[str, set[str]] = {
     "drafts": set(),
     "tracking": set(),
     "capture": {"corpus", "store"},
-    "train": {"drafts", "store", "tracking"},
+    "export": {"drafts"},
+    "train": {"drafts", "export", "store", "tracking"},
     "decode": {"drafts"},
     "evaluate": {"decode", "drafts", "store"},
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import DraftState
 from eagle3_train.drafts.batch import DraftBatch, StepRows
-from eagle3_train.drafts.eagle3 import MLP, Dims, RMSNorm, Rotary
+from eagle3_train.drafts.layer import MLP, Dims, RMSNorm, Rotary
 
 
 class SelfAttention(nn.Module):
@@ -94,6 +94,22 @@ def document_positions(batch: DraftBatch) -> Tensor:
     return torch.arange(batch.n_tokens, device=starts.device) - starts[:-1].repeat_interleave(starts.diff())
 
 
+def causal_layer(layer: DecoderLayer, rotary: Rotary, kind: str, batch: DraftBatch, x: Tensor) -> Tensor:
+    """A layer over all N rows of a batch, each document for itself. x and the result [N, H], un-normed."""
+    documents = [(start, start, stop - start) for start, stop in pairwise(batch.starts)]
+    positions, longest = document_positions(batch), max(n for _, _, n in documents)
+    inner = layer.input_layernorm(x)
+    k, v = layer.self_attn.key_value(inner)
+    q, k = (rotary.rotate(t, positions, longest) for t in (layer.self_attn.query(inner), k))
+    none = k.new_zeros(0, *k.shape)
+    return layer.finish(x, attend(q, k, v, none, none, documents, kind))
+
+
+def causal_pairs(batch: DraftBatch) -> float:
+    """Pairs of query and key in `causal_layer`."""
+    return sum((b - a) * (b - a + 1) / 2 for a, b in pairwise(batch.starts))
+
+
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,9 +130,15 @@ def observe_rows(layers: Sequence[DecoderLayer], rotary: Rotary, state: DraftSta
 
 
 def draft_rows(
-    layers: Sequence[DecoderLayer], rotary: Rotary, state: DraftState, x: Tensor, depth: int, visible: Tensor | None
+    layers: Sequence[DecoderLayer],
+    rotary: Rotary,
+    state: DraftState,
+    x: Tensor,
+    depth: int | Tensor,
+    visible: Tensor | None,
 ) -> Tensor:
-    """Append m drafted rows `x` [m, H], all `depth` positions after the last observed one; their outputs [m, H].
+    """Append m drafted rows `x` [m, H], `depth` positions after the last observed one, of each or of all; their outputs
+    [m, H].
 
     visible [m, S + m] bool: the drafted rows that each sees (`Draft.expand`); None: all of them (a chain's newest).
     """
@@ -124,7 +146,7 @@ def draft_rows(
         visible = torch.cat((visible.new_ones(len(x), state.length), visible), 1)
     slot = state.length + state.chain
     state.chain += len(x)
-    positions = torch.full((len(x),), state.length - 1 + depth, device=x.device)
+    positions = (torch.as_tensor(depth, device=x.device) + state.length - 1).expand(len(x))
     return _run(layers, rotary, state, x, slot, positions, visible, last_only=False)
 
 
@@ -150,7 +172,7 @@ def _run(
         if last_only and number == len(layers) - 1:
             x, inner, positions, mask = x[-1:], inner[-1:], positions[-1:], None
         q = rotary.rotate(layer.self_attn.query(inner), positions, end)
-        kept = (t[:end, number].transpose(0, 1)[None] for t in (state.keys, state.values))
-        attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *kept, attn_mask=mask, enable_gqa=True)
+        k, v = (t[:end, number].transpose(0, 1)[None] for t in (state.keys, state.values))
+        attended = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True)
         x = layer.finish(x, attended[0].transpose(0, 1))
     return x

@@ -11,7 +11,7 @@ drafting has: loss = SmoothL1(prediction, f) + 0.1 x soft cross-entropy.
 
 Differences: the head can be cut down to the draft vocabulary, so that all heads of a study can propose the same tokens
 (`draft.vocab_size` = V is the paper's full one); rows that `train.oov=drop` leaves out supervise neither loss;
-gradients are clipped by norm as everywhere here. Options lead to EAGLE-3 step by step: no feature loss,
+gradients are clipped by norm as everywhere here. Options lead to EAGLE-3 step by step (docs/heads.md): no feature loss,
 fused inputs, training-time test.
 """
 
@@ -27,7 +27,7 @@ from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, find_segments, plan_rows
 from eagle3_train.drafts.decoder import DecoderLayer, Unrolled, draft_rows, new_cache, observe_rows
-from eagle3_train.drafts.eagle3 import Rotary, rope_inverse_frequencies
+from eagle3_train.drafts.layer import Rotary, rope_inverse_frequencies
 from eagle3_train.drafts.on_target import OnTarget, Step
 from eagle3_train.drafts.vocab import DraftVocab
 
@@ -94,7 +94,7 @@ class Eagle1(OnTarget):
         plan = plan_rows(find_segments(batch.loss_mask, batch.starts), steps, batch.input_ids.device)
         embedded = self.next_embeddings(batch)
         start = self._inputs(batch.hidden[:, self.reads])
-        if self.training and self.noise:
+        if self.noise and self.training and torch.is_grad_enabled():  # never while drafting
             start = self._noisy(start, batch)
         joined = self._join(embedded, start)
         keys = Unrolled(self.rotary, self.attention, batch, *attn.key_value(joined))

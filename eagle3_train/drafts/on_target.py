@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import Draft, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
-from eagle3_train.drafts.eagle3 import Dims
+from eagle3_train.drafts.layer import Dims
 from eagle3_train.drafts.vocab import DraftVocab
 
 Step = tuple[int, StepRows, Tensor, Tensor]

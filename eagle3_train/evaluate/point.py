@@ -49,7 +49,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             f"{trained} is damaged or of another configuration: delete it and run eagle3 train again (it keeps the "
             "checkpoints)"
         )
-    check_transcripts(cfg)
+    fingerprints = check_transcripts(cfg)
     device = resolve_device(cfg.device)
     transcripts = f"{cfg.paths.store}/transcripts"
     tasks = cfg.eval.tasks
@@ -83,11 +83,13 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             records += more
             result |= keys
         seconds["decode"] = time.perf_counter() - started
+        result["decode_identity"] = digest(cfg.decode_identity)
     rows = summary_rows(records, bootstrap, seed)
     result |= {
         "schema": SCHEMA,
         "wall_seconds": result.get("wall_seconds", {}) | seconds,
         "eval_identity": digest(cfg.eval_identity),
+        "transcripts": fingerprints,
         "evaluation": rows,
     }
     write_records(cfg.point_dir / "records.jsonl", records)
@@ -97,8 +99,10 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     return result
 
 
-def check_transcripts(cfg: Config) -> None:
-    """ValueError where a task's transcripts were made for other prompts or lengths than the task now asks for."""
+def check_transcripts(cfg: Config) -> dict[str, str]:
+    """Fingerprints of the tasks' transcripts. ValueError where they were made for other prompts or lengths than the
+    task now asks for."""
+    fingerprints = {}
     for task in cfg.eval.tasks:
         store = Store.open(f"{cfg.paths.store}/transcripts/{task.name}")
         made = {"prompts": len(store), "new_tokens": store.spec.sampling.get("max_new_tokens")}
@@ -108,3 +112,5 @@ def check_transcripts(cfg: Config) -> None:
                 f"{task.prompts}, new_tokens={task.new_tokens}: restore these values, or run eagle3 prepare and eagle3 "
                 f"capture again without {store.folder.uri}"
             )
+        fingerprints[task.name] = store.fingerprint
+    return fingerprints

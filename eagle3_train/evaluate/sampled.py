@@ -43,6 +43,13 @@ class _Steps:
         self.rows.append((hidden, lm_head, target_rows - step))
         return hidden.new_zeros(())
 
+    def steps(
+        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
+    ) -> Tensor:
+        for step, (h, rows) in enumerate(zip(hidden.split(rows_by_step), target_rows.split(rows_by_step), strict=True)):
+            self(step, h, lm_head, targets, rows)
+        return hidden.new_zeros(())
+
     def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
         return hidden.new_zeros(())
 

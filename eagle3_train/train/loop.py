@@ -31,6 +31,7 @@ from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
 
 Evaluate = Callable[[Draft], dict[str, Any]]
+NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
 SKIPPED_IN_A_ROW = 10  # updates; more is no accident but a run that has diverged
 
 
@@ -56,8 +57,11 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
 
 
 def _is_done(cfg: Config) -> bool:
+    """With its weights: a head whose checkpoints were removed is trained anew."""
     path = cfg.point_dir / "train.json"
-    return path.exists() and read_json(path).get("train_identity") == digest(cfg.point_identity)
+    if not path.exists() or checkpoint.newest(cfg.point_dir / "checkpoints") is None:
+        return False
+    return read_json(path).get("train_identity") == digest(cfg.point_identity)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
@@ -73,6 +77,9 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     store = open_store(cfg)
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
+    if not head.is_trained:
+        _without_training(cfg, head, store, plan, world)
+        return
     validation = open_validation(cfg, head)
     plain = copy_sharing_buffers(head) if evaluate and cfg.train.eval_every and world.is_main else None
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
@@ -82,7 +89,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))
 
     # Where were we? At the newest whole checkpoint that rank 0 sees.
-    first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
+    first, totals = 0, dict(NOTHING)
     found, highest = world.gather((checkpoint.newest(folder), checkpoint.highest_tau(folder)))[0]
     seed_rank(cfg.seed, world.rank, first)
     if found:
@@ -121,7 +128,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
             started = time.monotonic()
             micro_batches = split(sequences, plan, step, world, cfg.train.micro_batch_tokens)
             lr = learning_rate(cfg.optim, step, len(plan))
-            result = train_step(engine, micro_batches, lr, cfg.train.step_weight, cfg.train.oov, world)
+            result = train_step(engine, micro_batches, lr, cfg.train, world)
             seconds = time.monotonic() - started
             finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
             skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
@@ -169,7 +176,9 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
 
     # Killed between the last checkpoint and train.json, it comes here without a step.
     numbers = numbers or measure()
-    record = _record(cfg, head, store, plan, totals) | {k: v for k, v in numbers.items() if k.startswith("val_")}
+    record = _record(cfg, head, store, plan, totals, len(plan))
+    record |= {k: v for k, v in numbers.items() if k.startswith("val_")}
+    record |= {"train_tokens_per_s": totals["tokens"] / totals["seconds"], "skipped_steps": totals["skipped_steps"]}
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
     tracker.close()
     if world.is_main:
@@ -203,10 +212,17 @@ def _without_nan(record: dict[str, Any], name: str) -> dict[str, Any]:
 
     cleaned: dict[str, Any] = clean(record, "")
     if bad:
-        say(
-            f"WARNING: {name}: {', '.join(bad)}: written as null; the head has diverged or the held-out data is damaged"
-        )
+        say(f"WARNING: {name}: {', '.join(bad)}: null in train.json; it has diverged, or held-out data is damaged")
     return cleaned
+
+
+def _without_training(cfg: Config, head: Draft, store: Store, plan: BatchPlan, world: World) -> None:
+    """A head without parameters is a point too: its record says that it has consumed nothing."""
+    if world.is_main:
+        save(cfg, cfg.point_dir / "config.yaml")
+        write_json(cfg.point_dir / "train.json", _record(cfg, head, store, plan, NOTHING, steps=0))
+        say(f"{cfg.point_name}: draft={cfg.draft.kind} has nothing to train")
+    world.barrier()
 
 
 def by_step(name: str, values: list[float]) -> dict[str, float]:
@@ -221,7 +237,9 @@ def scalars(numbers: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any]) -> dict[str, Any]:
+def _record(
+    cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any], steps: int
+) -> dict[str, Any]:
     """What training knows of the Result contract (docs/architecture.md)."""
     rows = slice(0, cfg.data.sequences)
     return {
@@ -238,15 +256,13 @@ def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dic
         "consumed_tokens": totals["tokens"],
         "consumed_supervised_tokens": totals["rows"],
         "epochs": totals["tokens"] / plan.epoch_tokens,
-        "steps": len(plan),
-        "skipped_steps": totals["skipped_steps"],
+        "steps": steps,
         "draft_steps": head.steps,
         "draft_vocab_size": cfg.draft.vocab_size,
         "vocab_coverage": head.vocab.coverage,
         "parameters": head.parameter_counts(),
         "train_flops": totals["flops"],
         "wall_seconds": {"train": totals["seconds"]},
-        "train_tokens_per_s": totals["tokens"] / totals["seconds"],
         "peak_rss_mb": peak_rss_mb(),
         "optim": asdict(cfg.optim),
         "store_fingerprint": store.fingerprint,

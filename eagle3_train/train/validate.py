@@ -42,7 +42,7 @@ def validate(cfg: TrainConfig, engine: Engine, store: Store) -> dict[str, Any]:
     for step in range(len(plan)):
         sequences = list(store.read(plan.rank_rows(step, world.rank, world.size)))
         counts = batch_counts(sequences, head, cfg.oov)
-        objective = Validation(counts, cfg.step_weight, cfg.oov, engine.device)
+        objective = Validation(counts, cfg.step_weights or cfg.step_weight, cfg.oov, engine.device, cfg.objective)
         with torch.no_grad():
             engine.loss(DraftBatch.collate_or_placeholder(sequences, head, engine.device, engine.dtype), objective)
         parts = (objective.ce_sums, objective.entropy_sums, objective.agreed)

@@ -148,6 +148,7 @@ def test_noise_is_uniform_falls_with_the_length_and_is_training_alone() -> None:
     batch = tiny_batch()
     objective = Objective(np.ones(3), 0.8, "keep", CPU)
     assert head.train()(batch, objective) != head(batch, objective)
+    assert torch.equal(head.predict(batch), eagle1(noise=0.0).predict(batch))
     assert head.eval()(batch, objective) == head(batch, objective)
 
 
