@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from eagle3_train.train.distributed import World
 
 if TYPE_CHECKING:
     from eagle3_train.train.engines import Engine
+
+# One process needs no group, which torch would remark on at every checkpoint.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -63,7 +67,7 @@ class Checkpoint:
         collective."""
         with self._named():
             state = engine.state()  # of the right shapes and shards, to be overwritten
-            dcp.load(state, checkpoint_id=self.path / "optimizer", no_dist=engine.world.size == 1)
+            dcp.load(state, checkpoint_id=self.path / "optimizer")
             generators = torch.load(self.path / "rng.pt", weights_only=True)
             engine.load(self.weights(), state)
         if len(generators) != engine.world.size:
@@ -175,12 +179,7 @@ class Saver:
             torch.save(generators, temporary / "rng.pt")
             write_json(temporary / "state.json", state)
         # Ends on rank 0 when the files of all ranks are on disk: it then writes what describes them.
-        dcp.save(
-            optimizer,
-            checkpoint_id=temporary / "optimizer",
-            process_group=self._group,
-            no_dist=self.world.size == 1,
-        )
+        dcp.save(optimizer, checkpoint_id=temporary / "optimizer", process_group=self._group)
         if self.world.is_main:
             for path in (*temporary.iterdir(), temporary):
                 _sync(path)

@@ -45,7 +45,7 @@ class Accelerate(Engine):
         self.gradient_factor = float(world.size)
 
     def _check(self, asked: str) -> None:
-        """RuntimeError where Accelerate did not do what its environment asks for."""
+        """ValueError where Accelerate did not do what its environment asks for."""
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
         from torch.nn.parallel import DistributedDataParallel
 
@@ -55,14 +55,14 @@ class Accelerate(Engine):
         }
         got = next((name for name, types in kinds.items() if isinstance(self.module, types)), "no distribution")
         if got != asked or self.accelerator.num_processes != self.world.size:
-            raise RuntimeError(
+            raise ValueError(
                 f"engine=accelerate: asked for {asked} on {self.world.size} processes, Accelerate gave {got} on "
                 f"{self.accelerator.num_processes}"
                 + (" (it shards on GPUs only: use engine=fsdp2)" if self.device.type == "cpu" else "")
             )
         half = self.accelerator.mixed_precision
         if half != PRECISION[self.dtype]:
-            raise RuntimeError(
+            raise ValueError(
                 f"engine=accelerate computes in mixed precision {half!r}, train.compute_dtype asks for "
                 f"{PRECISION[self.dtype]!r}: leave --mixed_precision out"
             )

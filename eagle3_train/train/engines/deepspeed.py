@@ -86,11 +86,11 @@ class DeepSpeed(Engine):
         self._set_steps(0)  # some stages take one with no gradient, to allocate their state
 
     def _check(self, config: dict[str, Any]) -> None:
-        """RuntimeError where DeepSpeed did not do what it was asked for."""
+        """ValueError where DeepSpeed did not do what it was asked for."""
         asked = config["zero_optimization"]
         sizes = self.engine.dp_world_size, self.world.size
         if self.engine.zero_optimization_stage() != asked["stage"] or sizes[0] != sizes[1]:
-            raise RuntimeError(
+            raise ValueError(
                 f"engine=deepspeed asked for ZeRO stage {asked['stage']} on {sizes[1]} processes and got stage "
                 f"{self.engine.zero_optimization_stage()} on {sizes[0]}: this DeepSpeed does not do it here"
             )
@@ -99,7 +99,7 @@ class DeepSpeed(Engine):
         offload = asked.get("offload_optimizer", {}).get("device", "none") == "cpu"
         where = {m.device.type for m in masters}
         if held >= whole or {m.dtype for m in masters} != {torch.float32} or (offload and where != {"cpu"}):
-            raise RuntimeError(
+            raise ValueError(
                 f"engine=deepspeed: this rank holds {held} of {whole} master weights on {', '.join(where)}, which is "
                 f"not what zero_optimization={asked} asks for"
             )
