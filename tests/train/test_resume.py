@@ -34,7 +34,7 @@ def test_killed_at_any_step_a_run_continues_to_the_bit(engine: str, ranks: int, 
     keys = {"engine": engine, "train__checkpoint_every": 2}
     run_ranks(ranks, train_tiny, whole / "log", whole, keys)
     done = 0
-    for steps in random.sample(range(4, 7), 2):  # of each attempt, of 16 in all; the checkpoint of 4 may be half-written
+    for steps in random.sample(range(4, 7), 2):  # of an attempt; one checkpoint is whole by then
         run_ranks(ranks, train_and_die, cut / "log", cut, keys, steps, code=-signal.SIGKILL)
         done = newest(cut).step
     assert 0 < done < 16
