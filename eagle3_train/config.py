@@ -242,7 +242,11 @@ class TrainConfig:
     log_every: int = 10  # steps
     checkpoint_every: int | None = 200  # steps; the last step always
     keep_last: int = 2  # checkpoints
-    eval_every: int | None = None  # steps; validation loss and replay tau while it trains; the last step always
+    keep_best: bool = True  # with eval_every: also keep the checkpoint of the highest replay tau
+    eval_every: int | None = None  # steps; validation loss, alpha and replay tau while it trains
+    max_hours: float | None = None  # of one attempt: then save, and exit with code 143, which means requeue
+    nonfinite: str = "stop"  # a loss or gradient that is NaN or infinite: stop | skip (drop the update, count it)
+    peak_tflops: float | None = None  # of one process's device, for MFU; null: as known for the GPU, none for CPUs
 
 
 @dataclass
@@ -262,8 +266,12 @@ class OptimConfig:
 class EngineConfig:
     """How a training step is spread over processes."""
 
-    kind: str = "auto"  # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp
+    # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp | deepspeed | accelerate
+    kind: str = "auto"
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
+    # kind=deepspeed: DeepSpeed's own configuration; batch, clipping, optimizer and precision are filled in from ours
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    timeout_minutes: float = 10.0  # a collective that takes longer ends the job: a rank hangs
 
 
 @dataclass
@@ -393,7 +401,7 @@ class Config:
     def point_identity(self) -> dict[str, Any]:
         """What defines a trained draft head. Paths, logging, engines and launchers do not; all data choices do."""
         train = asdict(self.train)
-        for irrelevant in ("log_every", "checkpoint_every", "keep_last", "eval_every", "micro_batch_tokens"):
+        for irrelevant in NOT_OF_A_POINT:
             del train[irrelevant]
         corpus = asdict(self.corpus)
         for source in (corpus, *corpus["sources"]):
@@ -479,6 +487,11 @@ def digest(value: Any, length: int = 8) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
+NOT_OF_A_POINT = (  # keys of train that do not define the trained head
+    "log_every", "checkpoint_every", "keep_last", "keep_best", "eval_every", "max_hours", "nonfinite", "peak_tflops",
+    "micro_batch_tokens",
+)  # fmt: skip
+
 SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
 TRACKERS = ("wandb", "tensorboard")
 
@@ -503,7 +516,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp"),
+    "train.nonfinite": ("stop", "skip"),
+    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp", "deepspeed", "accelerate"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local", "torchrun", "slurm"),
@@ -527,6 +541,7 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "optim.eps",
+    "engine.timeout_minutes",
     "draft.eagle1.trained_steps",
     "draft.medusa.layers",
     "draft.lm.layers",
@@ -553,6 +568,8 @@ POSITIVE_IF_SET = (
     "train.micro_batch_tokens",
     "train.checkpoint_every",
     "train.eval_every",
+    "train.max_hours",
+    "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
 )
