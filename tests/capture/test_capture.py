@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle3_train import config
-from eagle3_train.capture import capture, run
+from eagle3_train.capture import capture, hf, run
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
 from eagle3_train.store import Store, read_target_part, shard_name
@@ -135,7 +135,7 @@ def test_workers_and_interruptions_change_no_byte(
     capture(other)
     assert first.stat().st_mtime_ns == written  # not redone
     assert files(other.paths.store) == whole
-    monkeypatch.setattr(run, "load_target", None)  # nothing is left, so nothing is loaded
+    monkeypatch.setattr(run, "open_backend", None)  # nothing is left, so nothing is loaded
     capture(other)
 
 
@@ -186,6 +186,6 @@ def test_states_that_are_not_finite_name_the_sample(cfg: Config, monkeypatch: py
             model.model.layers[1].mlp.down_proj.weight[0, 0] = np.nan
         return model
 
-    monkeypatch.setattr(run, "load_target", broken)
+    monkeypatch.setattr(hf, "load_target", broken)
     with pytest.raises(ValueError, match=r"sample 'sharegpt/c\d+_0': states are not finite as fp32"):
         capture(cfg)
