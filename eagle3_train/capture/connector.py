@@ -137,8 +137,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def _to_host(self, ended: Ended) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """States [T, layers, H] in host memory, and the event after which they are there."""
         size = self._cache.shape[2]
-        blocks, offsets = divmod(torch.arange(ended.n_tokens), size)
-        blocks = torch.tensor(ended.blocks)[blocks]
+        slots = torch.arange(ended.n_tokens)
+        blocks, offsets = torch.tensor(ended.blocks)[slots // size], slots % size
         if self._cache.device.type == "cpu":
             return self._cache[blocks, :, offsets], None
         if self._stream is None:
@@ -157,8 +157,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._sender = None
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
-        return "LBNHC"  # a token's layers lie together
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        from vllm.platforms import current_platform
+
+        # A token's layers lie together, so that gathering a request reads few large pieces; CPU attention has one layout.
+        return None if current_platform.is_cpu() else "LBNHC"
 
 
 def _states_group(kv_cache_config: KVCacheConfig | None) -> int:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 OLDEST = (0, 32)
 PROBE_TOKENS = 512
 SEQUENCES_AT_ONCE = 256
-# Ours unless the user has set them. `nobind`: vLLM would pin its threads to cores, all workers of a machine to the same.
+# Unless the user has set them. `nobind`: vLLM would pin its threads to cores, all workers of a machine to the same.
 ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one token is generated behind a sequence of the full length
@@ -61,7 +61,6 @@ def open_engine(cfg: Config, folder: Path, dtype: torch.dtype, device: torch.dev
     capture = cfg.capture
     return vllm.LLM(
         model=str(folder),
-        skip_tokenizer_init=True,
         trust_remote_code=cfg.target.trust_remote_code,
         dtype=str(dtype).removeprefix("torch."),
         tensor_parallel_size=capture.tensor_parallel,
@@ -103,8 +102,10 @@ class Requests:
         self._numbers: dict[str, int] = {}
 
     def add(self, number: int, input_ids: np.ndarray, params: SamplingParams) -> None:
+        from vllm.inputs import tokens_input
+
         self._numbers[str(number)] = number
-        self.engine.add_request(str(number), {"prompt_token_ids": input_ids.tolist()}, params)
+        self.engine.add_request(str(number), tokens_input(input_ids.tolist()), params)
 
     def step(self) -> None:
         out: RequestOutput
@@ -116,7 +117,7 @@ class Requests:
 class VllmBackend:
     """States of whole rows, and of prompts with what the target generates for them.
 
-    vLLM computes in a process of its own, which this one feeds and whose states it receives (`connector.py`, `link.py`).
+    vLLM computes in a process of its own, which this one feeds and whose states it receives (connector.py, link.py).
     """
 
     def __init__(self, cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device, jobs: list[Job]) -> None:
@@ -126,6 +127,7 @@ class VllmBackend:
         self.norm = decoder_of(ends).norm.to(device)
         self.next_token = NextToken(ends, spec.logsumexp)
         self.next_token.head.to(device)
+        self.longest = max(int(job.lengths.max()) for job in jobs)
         self.device, self._keys = device, count()
         self._receiver = Receiver(len(spec.layer_ids), spec.hidden_size, dtype)
         layers = {"eagle_aux_hidden_state_layer_ids": list(spec.layer_ids)}
@@ -134,7 +136,7 @@ class VllmBackend:
             folder,
             dtype,
             device,
-            max(int(job.lengths.max()) for job in jobs) + 1,
+            self.longest + 1,  # every request generates a token
             enable_prefix_caching=False,
             speculative_config={
                 "method": "extract_hidden_states",
@@ -160,7 +162,7 @@ class VllmBackend:
     def rate(self) -> float:
         """Two prompts: one to warm up, one to time."""
         vocabulary = self.next_token.head.weight.shape[0]
-        ids = np.random.default_rng(0).integers(0, vocabulary, min(self.batch_tokens, PROBE_TOKENS))
+        ids = np.random.default_rng(0).integers(0, vocabulary, min(self.longest, self.batch_tokens, PROBE_TOKENS))
         for number in range(2):
             requests, started = Requests(self.llm), time.monotonic()
             requests.add(number, ids, sampling_params(1, [], Sampling(), ""))

@@ -35,8 +35,8 @@ def write_target_part(
     tokenizer_files: dict[str, bytes] | None = None,
 ) -> None:
     """Write `<path>/target/`. `tensors`: embed_tokens, norm_weight, lm_head (absent or the same tensor where the target
-    ties them: it is stored once), and `last_layer.NAME` for the last decoder layer's. `tokenizer_files`: name -> content,
-    so that a store alone says what its token ids spell."""
+    ties them: it is stored once), and `last_layer.NAME` for the last decoder layer's. `tokenizer_files`: name ->
+    content, so that a store alone says what its token ids spell."""
     if missing := [name for name in REQUIRED if name not in tensors]:
         raise ValueError(f"target part without {', '.join(missing)}")
     unknown = [n for n in tensors if n not in (*REQUIRED, "lm_head") and not n.startswith(LAST_LAYER)]
