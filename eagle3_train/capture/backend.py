@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from eagle3_train.config import Config, TargetConfig
 from eagle3_train.corpus import Row, Template
+from eagle3_train.device import resolve_device, resolve_dtype
 from eagle3_train.store import Sequence
-from eagle3_train.target import load_tokenizer, stop_ids
+from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
 
 from .generate import Prompt, Sampling
 from .plan import Job
+
+if TYPE_CHECKING:
+    from .hf import HfBackend
+    from .vllm import VllmWriter
 
 Progress = Callable[[int], None]
 
@@ -54,8 +60,23 @@ def stop_tokens(cfg: TargetConfig, folder: Path) -> list[int]:
     return sorted(Template(tokenizer, stop_ids(folder, tokenizer), cfg.chat_template_args).ends)
 
 
-class Generator(AbstractContextManager["Generator"], Protocol):
-    """The target as a writer of text."""
+@contextmanager
+def open_writer(cfg: Config) -> Iterator[Callable[[list[tuple[str, np.ndarray, int]], Progress], list[list[int]]]]:
+    """The target as a writer of text, for `corpus.regenerate`: (name, input ids, new tokens at most) of prompts, and a
+    callback that is told of new tokens, to the new tokens of each, the stop token included if there is one."""
+    device = resolve_device(cfg.device)
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    dtype = resolve_dtype(cfg.capture.compute_dtype, device)
+    asked = cfg.regenerate
+    sampling = Sampling(asked.temperature, asked.top_p, asked.seed)
+    target: HfBackend | VllmWriter
+    if cfg.capture.backend == "vllm":
+        from .vllm import VllmWriter
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling, progress: Progress) -> list[list[int]]:
-        """The new tokens of each prompt, the stop token included if there is one."""
+        target = VllmWriter(cfg, folder, dtype, device)
+    else:
+        from .hf import HfBackend
+
+        target = HfBackend(cfg, folder, dtype, device)
+    with target:
+        yield lambda prompts, progress: target.generate([Prompt(*p) for p in prompts], sampling, progress)

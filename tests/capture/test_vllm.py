@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,8 @@ def target(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: MakeTokeniz
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Iterator[tuple[Config, Config]]:
-    """The same study captured by vLLM and by transformers. A forward pass of 32 tokens: prompts are computed in pieces."""
+def stores(tmp_path_factory: pytest.TempPathFactory, target: Path) -> tuple[Config, Config]:
+    """The same study captured by vLLM and by transformers. A forward pass takes 32 tokens: prompts go in pieces."""
     folder = tmp_path_factory.mktemp("studies")
     write_chats(folder / "chats.json")
     by_vllm = study(folder, target, "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32")
@@ -37,7 +36,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Iterator[t
     for cfg in (by_vllm, by_hf):
         report = capture(cfg)["tasks/held"]
         assert report["mismatched"] == 0 < report["compared"]
-    yield by_vllm, by_hf
+    return by_vllm, by_hf
 
 
 def errors(one: Store, other: Store) -> torch.Tensor:
