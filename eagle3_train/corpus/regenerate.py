@@ -173,7 +173,7 @@ def _usable(pool: Pool, cfg: Config, template: Template, left_out: Counter[str])
 
 
 def _write_turns(batch: list[Dialogue], write: Write, template: Template, cfg: Config, bar: Bar) -> None:
-    """All turns of a batch, one of every conversation at a time: each sees the earlier ones as the target wrote them."""
+    """All turns of a batch, one of each conversation at a time: it sees the earlier ones as the target wrote them."""
     tokens = 0
 
     def progress(n: int) -> None:
@@ -181,7 +181,7 @@ def _write_turns(batch: list[Dialogue], write: Write, template: Template, cfg: C
         tokens += n
         bar.update(0, note=f"{tokens:,} tokens of this batch")
 
-    all_turns = [sum(m["role"] == "assistant" for m in d.source.messages) for d in batch]
+    expected = bar.units + sum(m["role"] == "assistant" for d in batch for m in d.source.messages)
     while asked := [(d, prompt) for d in batch if (prompt := _prompt(d, template, cfg)) is not None]:
         answers = write([prompt for _, prompt in asked], progress)
         for (dialogue, _), new in zip(asked, answers, strict=True):
@@ -193,10 +193,7 @@ def _write_turns(batch: list[Dialogue], write: Write, template: Template, cfg: C
             if not text or not finished:
                 dialogue.ended = "cut off" if text else "empty"
         bar.update(len(asked))
-    # Turns that will not come: the conversation ended early.
-    bar.update(
-        sum(all_turns) - sum(min(d.turns + (d.ended == "empty"), n) for d, n in zip(batch, all_turns, strict=True))
-    )
+    bar.update(expected - bar.units)  # turns that will not come: the conversation ended early
 
 
 def _prompt(dialogue: Dialogue, template: Template, cfg: Config) -> Asked | None:
