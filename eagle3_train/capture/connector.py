@@ -160,7 +160,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         from vllm.platforms import current_platform
 
-        # A token's layers lie together: gathering a request reads few large pieces. CPU attention has a layout of its own.
+        # A token's layers lie together: gathering a request reads few large pieces. CPU attention has one of its own.
         return None if current_platform.is_cpu() else "LBNHC"
 
 
