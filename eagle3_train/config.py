@@ -94,7 +94,8 @@ class CaptureConfig:
     logsumexp: bool = False  # also write the target's log-sum-exp over the full vocabulary
     # hf: where the target's layers lie, as accelerate places them: auto | balanced | sequential; null: all on `device`
     device_map: str | None = None
-    max_memory: dict[str, str] = field(default_factory=dict)  # with device_map: {"0": 70GiB, cpu: 200GiB}; rest: disk
+    # with device_map, of each device: `+capture.max_memory.0=70GiB +capture.max_memory.cpu=200GiB`; the rest is on disk
+    max_memory: dict[str, str] = field(default_factory=dict)
     tensor_parallel: int = 1  # vllm: devices that share one copy of the target
     cache_gib: float = 4.0  # vllm: memory of a device for keys, values and states of what is in flight
     eager: bool | None = None  # vllm: run without compiling; null: on a CPU, where compiling takes minutes

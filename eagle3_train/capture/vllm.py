@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,25 @@ def open_engine(cfg: Config, folder: Path, dtype: torch.dtype, device: torch.dev
     )
 
 
+@cache  # the second engine of a process finds the environment as the first one left it
+def own_devices(device: torch.device, tensor_parallel: int) -> torch.device:
+    """Show this worker's engine its own GPUs alone, the ones beside those of the machine's other workers; returns the
+    first of them, as this process numbers it. Its processes, which start later, see what the environment says then."""
+    if device.type != "cuda":
+        return device
+    torch.cuda.init()  # this process keeps the numbers it has
+    first = (device.index or 0) * tensor_parallel
+    there = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    mine = there.split(",")[first : first + tensor_parallel]
+    if len(mine) < tensor_parallel:
+        raise ValueError(
+            f"capture.tensor_parallel={tensor_parallel} for worker {device.index or 0} of this machine needs GPUs {first} "
+            f"to {first + tensor_parallel - 1}, and it has {len(there.split(','))}: fewer processes, or a smaller number"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    return torch.device("cuda", first)
+
+
 def sampling_params(new_tokens: int, stops: list[int], sampling: Sampling, name: str, **asked: Any) -> SamplingParams:
     """Of one request; `asked` are its `kv_transfer_params`."""
     from vllm import SamplingParams
@@ -121,6 +141,7 @@ class VllmBackend:
     """
 
     def __init__(self, cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device, jobs: list[Job]) -> None:
+        device = own_devices(device, cfg.capture.tensor_parallel)
         self.batch_tokens, self.stops = cfg.capture.batch_tokens, stop_tokens(cfg.target, folder)
         spec = jobs[0].spec
         ends = load_ends(folder, dtype, cfg.target.trust_remote_code)
@@ -211,6 +232,7 @@ class VllmWriter:
     """The target as a writer of text alone: turns of one conversation share the cache of what they have in common."""
 
     def __init__(self, cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        device = own_devices(device, cfg.capture.tensor_parallel)
         self.stops = stop_tokens(cfg.target, folder)
         self.llm = open_engine(cfg, folder, dtype, device, cfg.corpus.max_length, enable_prefix_caching=True)
 
