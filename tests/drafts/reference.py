@@ -58,7 +58,7 @@ class Reference:
         )
 
     def steps(self, ids: Tensor, hidden: Tensor, mask: np.ndarray) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        """{(t, i): (what the next step takes in, logits)} of one document, for every anchor with x_{t+1+i} inside it."""
+        """{(t, i): (what the next step takes in, logits)} of a document, for every anchor with x_{t+1+i} inside it."""
         d, p = self.head.dims, self.p
         length = len(ids)
         state = {t: self._fused(hidden[t, :-1]) for t in range(length)}
