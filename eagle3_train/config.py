@@ -109,7 +109,7 @@ class RegenerateConfig:
 
     conversations: int | None = None  # the first ones in the global order, held-out ones included; null: all
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # smallest set of tokens with this probability to sample from; 1: all
     seed: int = 0  # of the sampling; every turn of every conversation has its own random numbers
     max_new_tokens: int | None = None  # a turn; null: up to corpus.max_length
     batch: int = 32  # conversations at a time; what a kill loses at most
