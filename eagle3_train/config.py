@@ -117,7 +117,7 @@ class DataConfig:
 HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
-    "eagle1": ("init_lm_head",),
+    "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
@@ -242,7 +242,11 @@ class TrainConfig:
     log_every: int = 10  # steps
     checkpoint_every: int | None = 200  # steps; the last step always
     keep_last: int = 2  # checkpoints
-    eval_every: int | None = None  # steps; validation loss and replay tau while it trains; the last step always
+    keep_best: bool = True  # with eval_every: also keep the checkpoint of the highest replay tau
+    eval_every: int | None = None  # steps; validation loss, alpha and replay tau while it trains
+    max_hours: float | None = None  # of one attempt: then save, and exit with code 143, which means requeue
+    nonfinite: str = "stop"  # a loss or gradient that is NaN or infinite: stop | skip (drop the update, count it)
+    peak_tflops: float | None = None  # of one process's device, for MFU; null: as known for the GPU, none for CPUs
 
 
 @dataclass
@@ -262,8 +266,12 @@ class OptimConfig:
 class EngineConfig:
     """How a training step is spread over processes."""
 
-    kind: str = "auto"  # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp
+    # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp | deepspeed | accelerate
+    kind: str = "auto"
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
+    # kind=deepspeed: DeepSpeed's own configuration; batch, clipping, optimizer and precision are filled in from ours
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    timeout_minutes: float = 10.0  # a collective that takes longer ends the job: a rank hangs
 
 
 @dataclass
@@ -297,6 +305,22 @@ class EvalConfig:
     trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
     bootstrap: int = 1000  # resamples of the intervals
     generate_batch: int = 32  # prompts generated at once when transcripts are made
+
+
+@dataclass
+class ServeConfig:
+    """A draft head in an inference server."""
+
+    tasks: list[str] = field(default_factory=list)  # of eval.tasks, whose prompts are sent; empty: eval.decode_tasks
+    prompts: int = 32  # of each task, the first ones
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests at any time
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    head: str | None = None  # an exported head; null: the point's, exported as `eagle3 export` does
+    dtype: str = "auto"  # of target and head in vLLM: fp32 | bf16 | fp16; auto: the target's own
+    url: str | None = None  # a server that runs already, with the head, in place of our own vLLM: http://HOST:PORT
+    baseline_url: str | None = None  # with url: one without the head, to compare with
+    arguments: list[str] = field(default_factory=list)  # more of vLLM's: ["--tensor-parallel-size", "2"]
+    start_minutes: float = 15.0  # for vLLM to load and compile
 
 
 @dataclass
@@ -367,6 +391,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -376,7 +401,7 @@ class Config:
     def point_identity(self) -> dict[str, Any]:
         """What defines a trained draft head. Paths, logging, engines and launchers do not; all data choices do."""
         train = asdict(self.train)
-        for irrelevant in ("log_every", "checkpoint_every", "keep_last", "eval_every", "micro_batch_tokens"):
+        for irrelevant in NOT_OF_A_POINT:
             del train[irrelevant]
         corpus = asdict(self.corpus)
         for source in (corpus, *corpus["sources"]):
@@ -462,6 +487,11 @@ def digest(value: Any, length: int = 8) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
+NOT_OF_A_POINT = (  # keys of train that do not define the trained head
+    "log_every", "checkpoint_every", "keep_last", "keep_best", "eval_every", "max_hours", "nonfinite", "peak_tflops",
+    "micro_batch_tokens",
+)  # fmt: skip
+
 SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
 TRACKERS = ("wandb", "tensorboard")
 
@@ -478,6 +508,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.init_layer": ("target", "random"),
     "draft.attention": ("auto", "merge", "flex", "reference"),
     "draft.eagle3.lm_head": ("trained", "frozen"),
+    "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
     "export.format": ("speculators", "eagle"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps"),
@@ -485,7 +516,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp"),
+    "train.nonfinite": ("stop", "skip"),
+    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp", "deepspeed", "accelerate"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local", "torchrun", "slurm"),
@@ -509,6 +541,7 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "optim.eps",
+    "engine.timeout_minutes",
     "draft.eagle1.trained_steps",
     "draft.medusa.layers",
     "draft.lm.layers",
@@ -517,6 +550,8 @@ POSITIVE = (
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
+    "serve.prompts",
+    "serve.start_minutes",
     "launch.nproc_per_node",
     "launch.nodes",
     "launch.slurm.points_at_once",
@@ -533,6 +568,8 @@ POSITIVE_IF_SET = (
     "train.micro_batch_tokens",
     "train.checkpoint_every",
     "train.eval_every",
+    "train.max_hours",
+    "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
 )
@@ -701,9 +738,18 @@ def check(cfg: Config) -> None:
     for tree in cfg.eval.trees:
         if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
             raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
-    for name in cfg.eval.decode_tasks:
-        if name not in names:
-            raise ValueError(f"eval.decode_tasks names {name!r}, which is not among eval.tasks {names}")
+    for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
+        for name in chosen:
+            if name not in names:
+                raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
+        raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
+    if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
+        raise ValueError(f"serve.concurrency={cfg.serve.concurrency} must be numbers of at least 1")
+    if not cfg.serve.temperatures or min(cfg.serve.temperatures) < 0:
+        raise ValueError(f"serve.temperatures={cfg.serve.temperatures} must be numbers, none negative")
+    if cfg.serve.baseline_url is not None and cfg.serve.url is None:
+        raise ValueError("serve.baseline_url needs serve.url, the server with the head that is compared with it")
 
 
 def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:

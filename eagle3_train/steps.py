@@ -6,10 +6,11 @@ Rooms are imported inside a step, so that the command line itself starts quickly
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import config
 from eagle3_train.config import Config
@@ -62,6 +63,8 @@ def run_step(name: str, call: Call) -> int:
         if cfg.launch.kind != "local" or cfg.launch.nproc_per_node > 1:
             from launch.single import launch
 
+            if cfg.dry_run and name in ("train", "point"):
+                _estimate(cfg)
             return launch(name, cfg)
     return step.run(call)
 
@@ -86,12 +89,10 @@ def capture(call: Call) -> int:
 
 def train(call: Call) -> int:
     cfg = call.config()
-    from eagle3_train.tracking import check
-    from eagle3_train.train import train as train_head
-
-    check(cfg.tracker)
-    _refuse_another_store(cfg)
-    train_head(cfg)
+    if cfg.dry_run:
+        return _estimate(cfg)
+    with _alone(cfg, call):
+        _trained(cfg)
     return 0
 
 
@@ -109,15 +110,26 @@ def evaluate(call: Call) -> int:
 
 def point(call: Call) -> int:
     cfg = call.config()
+    if cfg.dry_run:
+        return _estimate(cfg)
+    with _alone(cfg, call):
+        head = _trained(cfg)
+        if _rank() == 0:
+            _measure(cfg, head)
+    return 0
+
+
+def _trained(cfg: Config) -> Draft:
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
 
     check(cfg.tracker)
     _refuse_another_store(cfg)
-    head = train_head(cfg)
-    if _rank() == 0:
-        _measure(cfg, head)
-    return 0
+    if not cfg.train.eval_every:
+        return train_head(cfg)
+    from eagle3_train.evaluate import while_training
+
+    return train_head(cfg, while_training(cfg))
 
 
 def _refuse_another_store(cfg: Config) -> None:
@@ -129,6 +141,40 @@ def _refuse_another_store(cfg: Config) -> None:
             f"{cfg.point_dir} was trained on another store than {cfg.paths.store} holds now: remove it to train anew "
             f"(rm -r {cfg.point_dir}), restore the store, or take another study.name; `eagle3 study` sets it aside"
         )
+
+
+def _estimate(cfg: Config) -> int:
+    from sweeps.estimate import describe_point
+
+    parameters = None
+    if (Path(cfg.paths.store) / "manifest.json").is_file():
+        from eagle3_train.train import parameter_counts
+
+        parameters = parameter_counts(cfg)
+    say(describe_point(cfg, parameters))
+    return 0
+
+
+@contextmanager
+def _alone(cfg: Config, call: Call) -> Iterator[None]:
+    """Hold the point's lock, as a study does for the points that it runs: two processes never write one point.
+
+    A launcher holds it already: it gives `--resolved`. Of several ranks, rank 0 holds it for all.
+    """
+    if call.resolved is not None or _rank() != 0:
+        yield
+        return
+    from launch.lock import Lock, holder_of
+
+    lock = Lock(cfg.point_dir / ".lock")
+    if not lock.try_acquire():
+        if holder := holder_of(lock.folder):
+            say(f"{cfg.point_name}: process {holder.pid} on {holder.host} works on it; waiting for its end")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _measure(cfg: Config, head: Draft) -> None:
@@ -149,6 +195,11 @@ def _measure(cfg: Config, head: Draft) -> None:
 
 def export(call: Call) -> int:
     cfg = call.config()
+    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    return 0
+
+
+def _export(cfg: Config, folder: Path) -> None:
     from eagle3_train.device import DTYPES
     from eagle3_train.export import check_export, export_head
     from eagle3_train.files import read_json
@@ -156,13 +207,45 @@ def export(call: Call) -> int:
 
     source = head_source(cfg)
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
-    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format
     results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
     export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
     say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)
+
+
+def serve_bench(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.evaluate import serve
+    from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
+
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
+    if cfg.serve.url is None and cfg.serve.head is None:
+        cfg.export.format = "speculators"
+        _export(cfg, head)
+    tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
+    serve.serve_bench(cfg, folder, head, cfg.draft.steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
     return 0
+
+
+def _explainer(cfg: Config, folder: Path) -> Any:
+    """Says why two greedy outputs differ, with the target's own logits in fp32."""
+    import torch
+
+    from eagle3_train.decode.runner import TargetRunner
+    from eagle3_train.device import resolve_device
+    from eagle3_train.evaluate.difference import first_gap
+    from eagle3_train.evaluate.serve.client import Prompt
+    from eagle3_train.target import load_target
+
+    model = load_target(folder, torch.float32, resolve_device(cfg.device), cfg.target.trust_remote_code)
+    runner = TargetRunner(model, [])
+
+    def explain(prompt: Prompt, plain: list[int], drafted: list[int]) -> dict[str, Any]:
+        return first_gap(runner, torch.tensor(prompt.ids, device=runner.device), plain, drafted)
+
+    return explain
 
 
 def study(call: Call) -> int:
@@ -237,8 +320,9 @@ LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
     "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
     "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.oov",
-    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.eval_every", "optim.lr",
-    "optim.warmup_fraction", "optim.decay", "engine.kind", "tracker.kinds", "device",
+    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.eval_every",
+    "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction", "optim.decay",
+    "engine.kind", "tracker.kinds", "device", "dry_run",
 )  # fmt: skip
 EVALUATION = (
     "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",
@@ -297,8 +381,10 @@ STEPS: dict[str, Step] = {
         (*TRAINING, *LAUNCH),
         (
             "eagle3 train data.scale=4 seed=1",
-            "eagle3 train tracker=wandb",
+            "eagle3 train dry_run=true                    parameters, steps, FLOPs, memory and time, nothing done",
+            "eagle3 train tracker=wandb train.eval_every=100",
             "torchrun --nproc-per-node 2 -m eagle3_train.train data.scale=4",
+            "torchrun --nproc-per-node 8 -m eagle3_train.train engine=fsdp2",
         ),
         is_job=True,
     ),
@@ -327,6 +413,18 @@ STEPS: dict[str, Step] = {
         "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
         ("export.format", "export.path", "export.dtype", "export.check"),
         ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
+    ),
+    "serve-bench": Step(
+        serve_bench,
+        "a trained head in vLLM: acceptance, latency and throughput beside plain serving, replay and decoding",
+        "what `train` and `capture` wrote; the same overrides as for `train` find the head",
+        "<point>/: serve.json, serve.jsonl, vllm-*.log",
+        ("serve.prompts", "serve.concurrency", "serve.temperatures", "serve.dtype", "serve.url", "serve.baseline_url"),
+        (
+            "eagle3 serve-bench data.scale=8 serve.prompts=8 serve.concurrency=[1,4]",
+            "eagle3 serve-bench serve.url=http://host:8000 serve.baseline_url=http://host:8001",
+        ),
+        is_job=True,
     ),
     "study": Step(
         study,
