@@ -109,7 +109,7 @@ class RegenerateConfig:
 
     conversations: int | None = None  # the first ones in the global order, held-out ones included; null: all
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # smallest set of tokens with this probability to sample from; 1: all
+    top_p: float = 1.0  # of the sampling: the likeliest tokens of so much probability; 1: all
     seed: int = 0  # of the sampling; every turn of every conversation has its own random numbers
     max_new_tokens: int | None = None  # a turn; null: up to corpus.max_length
     batch: int = 32  # conversations at a time; what a kill loses at most
@@ -334,7 +334,7 @@ class ServeConfig:
     tasks: list[str] = field(default_factory=list)  # of eval.tasks, whose prompts are sent; empty: eval.decode_tasks
     prompts: int = 32  # of each task, the first ones
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests at any time
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # of the requests; 0: greedy
     head: str | None = None  # an exported head; null: the point's, exported as `eagle3 export` does
     dtype: str = "auto"  # of target and head in vLLM: fp32 | bf16 | fp16; auto: the target's own
     url: str | None = None  # a server that runs already, with the head, in place of our own vLLM: http://HOST:PORT
