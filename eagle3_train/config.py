@@ -777,6 +777,9 @@ def check(cfg: Config) -> None:
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    for option in ("recompute", "compile"):
+        if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
+            raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
     if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
         raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
     if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
