@@ -1,7 +1,8 @@
 """`eagle3 STEP [key=value ...]`: one thin entry point a step, over the configuration in `conf/`.
 
 What a user got wrong is a line or two and exit code 2, without a traceback (EAGLE3_DEBUG=1 shows it); a failed job is
-exit code 1; Ctrl-C is exit code 130, SIGTERM 143.
+exit code 1; Ctrl-C is exit code 130; SIGTERM, and training that a signal or its time limit stopped in good order, is
+exit code 143, which means: the same command continues.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from eagle3_train.exits import FAILED, INTERRUPTED, MISTAKE, REQUEUE, Unfinished
 from eagle3_train.help import all_keys, did_you_mean, groups, overview, step_help
 from eagle3_train.steps import STEPS, Call, run_step
 
@@ -28,10 +30,6 @@ HELP = {"-h", "--help"}
 MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseException)
 OMEGACONF = ("full_key:", "object_type=", "reference_type=")  # its lines on where, after those on what
 SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
-
-
-class Terminated(SystemExit):
-    """SIGTERM, as an exception, so that whatever runs may end its children and leave its files in order."""
 
 
 class Failed(Exception):
@@ -53,18 +51,19 @@ def guarded(action: Callable[[], int | None]) -> int:
         return action() or 0
     except KeyboardInterrupt:
         print("\nstopped; the same command continues where this one ended", file=sys.stderr)
-        return 130
-    except Terminated as e:
-        print("\nstopped by SIGTERM; the same command continues where this one ended", file=sys.stderr)
-        return int(e.code or 0)
+        return INTERRUPTED
+    except Unfinished as e:
+        if e.how:
+            print(f"\n{e.how}; the same command continues where this one ended", file=sys.stderr)
+        return REQUEUE
     except Failed as e:
         print(f"failed: {e}", file=sys.stderr)
-        return 1
+        return FAILED
     except MISTAKES as e:
         if os.environ.get("EAGLE3_DEBUG"):
             raise
         print(f"error: {explain(e)}", file=sys.stderr)
-        return 2
+        return MISTAKE
 
 
 def explain(error: BaseException) -> str:
@@ -147,7 +146,7 @@ def _parse(name: str, rest: list[str]) -> Call:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + number)
+    raise Unfinished(f"stopped by {signal.Signals(number).name}")
 
 
 def _end_with_parent() -> None:
@@ -156,7 +155,7 @@ def _end_with_parent() -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(20)  # for a checkpoint
-    os._exit(143)
+    os._exit(REQUEUE)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,8 @@ class CorpusConfig:
     max_length: int = 512  # tokens a sequence; whole turns are kept where that is possible
     min_supervised: int = 16  # a sequence with fewer supervised tokens is left out
     near_duplicates: float | None = 0.8  # Jaccard similarity of word 5-grams from which one is left out; null: keep
-    contamination_words: int | None = (
-        13  # left out: what shares so many words in a row with a task's prompt; null: keep
-    )
+    # left out: what shares so many words in a row with a task's prompt; null: keep
+    contamination_words: int | None = 13
     seed: int = 0  # of the global shuffle
 
 
@@ -118,7 +117,7 @@ class DataConfig:
 HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
-    "eagle1": ("init_lm_head",),
+    "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
@@ -243,7 +242,11 @@ class TrainConfig:
     log_every: int = 10  # steps
     checkpoint_every: int | None = 200  # steps; the last step always
     keep_last: int = 2  # checkpoints
-    eval_every: int | None = None  # steps; validation loss and replay tau while it trains; the last step always
+    keep_best: bool = True  # with eval_every: also keep the checkpoint of the highest replay tau
+    eval_every: int | None = None  # steps; validation loss, alpha and replay tau while it trains
+    max_hours: float | None = None  # of one attempt: then save, and exit with code 143, which means requeue
+    nonfinite: str = "stop"  # a loss or gradient that is NaN or infinite: stop | skip (drop the update, count it)
+    peak_tflops: float | None = None  # of one process's device, for MFU; null: as known for the GPU, none for CPUs
 
 
 @dataclass
@@ -263,8 +266,12 @@ class OptimConfig:
 class EngineConfig:
     """How a training step is spread over processes."""
 
-    kind: str = "auto"  # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp
+    # auto (single; ddp on several processes) | single | ddp | fsdp2 | hsdp | deepspeed | accelerate
+    kind: str = "auto"
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights, e.g. those of a node
+    # kind=deepspeed: DeepSpeed's own configuration; batch, clipping, optimizer and precision are filled in from ours
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    timeout_minutes: float = 10.0  # a collective that takes longer ends the job: a rank hangs
 
 
 @dataclass
@@ -294,7 +301,7 @@ class EvalConfig:
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
     decode: bool = True  # decode with the real target besides the replay
-    decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
+    decode_dtype: str = "fp32"  # fp32 | bf16; in fp32, greedy decoding equals the target token for token
     trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
     bootstrap: int = 1000  # resamples of the intervals
     generate_batch: int = 32  # prompts generated at once when transcripts are made
@@ -394,7 +401,7 @@ class Config:
     def point_identity(self) -> dict[str, Any]:
         """What defines a trained draft head. Paths, logging, engines and launchers do not; all data choices do."""
         train = asdict(self.train)
-        for irrelevant in ("log_every", "checkpoint_every", "keep_last", "eval_every", "micro_batch_tokens"):
+        for irrelevant in NOT_OF_A_POINT:
             del train[irrelevant]
         corpus = asdict(self.corpus)
         for source in (corpus, *corpus["sources"]):
@@ -480,6 +487,11 @@ def digest(value: Any, length: int = 8) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
+NOT_OF_A_POINT = (  # keys of train that do not define the trained head
+    "log_every", "checkpoint_every", "keep_last", "keep_best", "eval_every", "max_hours", "nonfinite", "peak_tflops",
+    "micro_batch_tokens",
+)  # fmt: skip
+
 SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
 TRACKERS = ("wandb", "tensorboard")
 
@@ -504,7 +516,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
-    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp"),
+    "train.nonfinite": ("stop", "skip"),
+    "engine.kind": ("auto", "single", "ddp", "fsdp2", "hsdp", "deepspeed", "accelerate"),
     "eval.decode_dtype": ("fp32", "bf16"),
     "tracker.mode": ("online", "offline"),
     "launch.kind": ("local", "torchrun", "slurm"),
@@ -528,6 +541,7 @@ POSITIVE = (
     "optim.lr",
     "optim.clip_norm",
     "optim.eps",
+    "engine.timeout_minutes",
     "draft.eagle1.trained_steps",
     "draft.medusa.layers",
     "draft.lm.layers",
@@ -554,6 +568,8 @@ POSITIVE_IF_SET = (
     "train.micro_batch_tokens",
     "train.checkpoint_every",
     "train.eval_every",
+    "train.max_hours",
+    "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
 )

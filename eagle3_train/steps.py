@@ -6,7 +6,8 @@ Rooms are imported inside a step, so that the command line itself starts quickly
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ def run_step(name: str, call: Call) -> int:
         if cfg.launch.kind != "local" or cfg.launch.nproc_per_node > 1:
             from launch.single import launch
 
+            if cfg.dry_run and name in ("train", "point"):
+                _estimate(cfg)
             return launch(name, cfg)
     return step.run(call)
 
@@ -86,12 +89,10 @@ def capture(call: Call) -> int:
 
 def train(call: Call) -> int:
     cfg = call.config()
-    from eagle3_train.tracking import check
-    from eagle3_train.train import train as train_head
-
-    check(cfg.tracker)
-    _refuse_another_store(cfg)
-    train_head(cfg)
+    if cfg.dry_run:
+        return _estimate(cfg)
+    with _alone(cfg, call):
+        _trained(cfg)
     return 0
 
 
@@ -109,15 +110,26 @@ def evaluate(call: Call) -> int:
 
 def point(call: Call) -> int:
     cfg = call.config()
+    if cfg.dry_run:
+        return _estimate(cfg)
+    with _alone(cfg, call):
+        head = _trained(cfg)
+        if _rank() == 0:
+            _measure(cfg, head)
+    return 0
+
+
+def _trained(cfg: Config) -> Draft:
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
 
     check(cfg.tracker)
     _refuse_another_store(cfg)
-    head = train_head(cfg)
-    if _rank() == 0:
-        _measure(cfg, head)
-    return 0
+    if not cfg.train.eval_every:
+        return train_head(cfg)
+    from eagle3_train.evaluate import while_training
+
+    return train_head(cfg, while_training(cfg))
 
 
 def _refuse_another_store(cfg: Config) -> None:
@@ -129,6 +141,40 @@ def _refuse_another_store(cfg: Config) -> None:
             f"{cfg.point_dir} was trained on another store than {cfg.paths.store} holds now: remove it to train anew "
             f"(rm -r {cfg.point_dir}), restore the store, or take another study.name; `eagle3 study` sets it aside"
         )
+
+
+def _estimate(cfg: Config) -> int:
+    from sweeps.estimate import describe_point
+
+    parameters = None
+    if (Path(cfg.paths.store) / "manifest.json").is_file():
+        from eagle3_train.train import parameter_counts
+
+        parameters = parameter_counts(cfg)
+    say(describe_point(cfg, parameters))
+    return 0
+
+
+@contextmanager
+def _alone(cfg: Config, call: Call) -> Iterator[None]:
+    """Hold the point's lock, as a study does for the points that it runs: two processes never write one point.
+
+    A launcher holds it already: it gives `--resolved`. Of several ranks, rank 0 holds it for all.
+    """
+    if call.resolved is not None or _rank() != 0:
+        yield
+        return
+    from launch.lock import Lock, holder_of
+
+    lock = Lock(cfg.point_dir / ".lock")
+    if not lock.try_acquire():
+        if holder := holder_of(lock.folder):
+            say(f"{cfg.point_name}: process {holder.pid} on {holder.host} works on it; waiting for its end")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _measure(cfg: Config, head: Draft) -> None:
@@ -274,8 +320,9 @@ LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
     "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
     "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.oov",
-    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.eval_every", "optim.lr",
-    "optim.warmup_fraction", "optim.decay", "engine.kind", "tracker.kinds", "device",
+    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.eval_every",
+    "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction", "optim.decay",
+    "engine.kind", "tracker.kinds", "device", "dry_run",
 )  # fmt: skip
 EVALUATION = (
     "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",
@@ -334,8 +381,10 @@ STEPS: dict[str, Step] = {
         (*TRAINING, *LAUNCH),
         (
             "eagle3 train data.scale=4 seed=1",
-            "eagle3 train tracker=wandb",
+            "eagle3 train dry_run=true                    parameters, steps, FLOPs, memory and time, nothing done",
+            "eagle3 train tracker=wandb train.eval_every=100",
             "torchrun --nproc-per-node 2 -m eagle3_train.train data.scale=4",
+            "torchrun --nproc-per-node 8 -m eagle3_train.train engine=fsdp2",
         ),
         is_job=True,
     ),

@@ -6,6 +6,7 @@ the estimate is an upper bound. FLOPs count a multiply-add twice, a backward pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +116,32 @@ def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
 
 
 def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
-    return sum(
-        head_cost(cfg.draft, shape, n_inputs(cfg)).parameters * TRAINING_BYTES * cfg.train.keep_last for cfg in points
-    )
+    """The last ones of every point, and the best."""
+    kept = [(cfg, cfg.train.keep_last + (cfg.train.keep_best and cfg.train.eval_every is not None)) for cfg in points]
+    return sum(head_cost(cfg.draft, shape, n_inputs(cfg)).parameters * TRAINING_BYTES * n for cfg, n in kept)
+
+
+def optimizer_steps(cfg: Config, data: Data) -> int:
+    """Of a point."""
+    if cfg.train.regime == "steps":
+        return cfg.train.steps or 0
+    return math.ceil(cfg.train.epochs * data.tokens / cfg.train.batch_tokens)
+
+
+def training_bytes(cfg: Config, shape: Shape) -> dict[str, float]:
+    """Memory of one process while it trains, by what takes it. Activations are an estimate: what the backward pass
+    needs of each token and step of a forward pass, in the compute dtype."""
+    processes = cfg.launch.nodes * cfg.launch.nproc_per_node
+    shards = {"fsdp2": processes, "hsdp": cfg.engine.shard_size or 1}.get(cfg.engine.kind, 1)
+    tokens = cfg.train.micro_batch_tokens or cfg.train.batch_tokens / processes
+    width = 4 if cfg.train.compute_dtype == "fp32" else 2
+    per_step = 8 * shape.hidden + 2 * (shape.queries + shape.keys) + 4 * shape.intermediate
+    inputs = (n_inputs(cfg) + 1) * shape.hidden + cfg.draft.vocab_size  # states of the target, and its distribution
+    return {
+        "weights, gradients and optimizer state": 16 * head_cost(cfg.draft, shape, n_inputs(cfg)).parameters / shards,
+        "the target's embeddings and head": 4.0 * (shape.vocab + cfg.draft.vocab_size) * shape.hidden,
+        "activations": float(width * tokens * (inputs + cfg.draft.steps * per_step)),
+    }
 
 
 def n_inputs(cfg: Config) -> int:

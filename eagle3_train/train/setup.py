@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from eagle3_train import drafts
-from eagle3_train.config import Config
+from eagle3_train.config import Config, digest
 from eagle3_train.drafts import Draft, DraftVocab, Eagle3
 from eagle3_train.export import HeadSource, read_published, start_from
 from eagle3_train.store import Store, expect_origin, read_target_part, token_counts
@@ -41,6 +42,21 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
         return start_from(published, cfg.draft, part, counts, store.spec.layer_ids[:-1]).to(device)
     vocab = DraftVocab.from_counts(counts, cfg.draft.vocab_size)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+
+
+def parameter_counts(cfg: Config) -> dict[str, int]:
+    """Parameters of the head that `cfg` describes, by part (see Draft.parameter_counts)."""
+    return build_head(cfg, open_store(cfg), torch.device("cpu")).parameter_counts()
+
+
+def seed_rank(seed: int, rank: int, step: int) -> None:
+    """Random numbers (noise on features) that differ between ranks, and do not begin anew where a run continues."""
+    torch.manual_seed(int(digest([seed, rank, step], 12), 16))
+
+
+def copy_sharing_buffers(head: Draft) -> Draft:
+    """Another head with parameters of its own; the target's tensors, which nothing changes, are the same ones."""
+    return copy.deepcopy(head, {id(buffer): buffer for buffer in head.buffers()}).eval()
 
 
 def load_head(cfg: Config, device: torch.device) -> Draft:

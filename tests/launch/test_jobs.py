@@ -195,6 +195,6 @@ def test_several_processes_share_the_cores(compose: Callable[..., Config], monke
     cfg = compose("launch.nproc_per_node=4", "engine.kind=ddp")
     assert "--nproc-per-node 4 -m eagle3_train.cli point" in " ".join(command(Job("point", cfg)))
     assert environment(Job("point", cfg)) == {"OMP_NUM_THREADS": "3"}
-    assert "torch.distributed.run" not in command(Job("prepare", cfg))  # this step does not divide its work
+    assert "eagle3_train.elastic" not in command(Job("prepare", cfg))  # this step does not divide its work
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert environment(Job("point", cfg)) == {}  # the user's choice stands

@@ -40,7 +40,7 @@ def capture(cfg, rank=0, world=1):
         )
 
 
-def train(cfg):
+def train(cfg, evaluate=None):
     note(f"train {cfg.point_name}")
     steps = 10
     metrics = cfg.point_dir / "metrics.jsonl"
