@@ -227,7 +227,8 @@ class ExportConfig:
 
 @dataclass
 class TrainConfig:
-    regime: str = "epochs"  # epochs: steps grow with the data; steps: compute is held, unique data grows
+    # epochs: steps grow with the data; steps: compute is held, unique data grows; none: the head as it starts
+    regime: str = "epochs"
     epochs: int = 2  # passes over the point's data, with regime=epochs
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
@@ -511,7 +512,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
     "export.format": ("speculators", "eagle"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
-    "train.regime": ("epochs", "steps"),
+    "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
@@ -742,6 +743,8 @@ def check(cfg: Config) -> None:
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.train.regime == "none" and cfg.draft.init_from is None:
+        raise ValueError("train.regime=none is for a head that is trained already: name it with draft.init_from=FOLDER")
     if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
         raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
     if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
