@@ -12,8 +12,9 @@ from typing import Any
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`texts`: what it says to each prompt. `cycles`: accepted drafts of each target forward after the prompt's, whole drafts of `steps` to the last. None: a
-    server without a draft head. `tells`: per request too, as vLLM does when asked to."""
+    """`texts`: what it says to each prompt. `cycles`: accepted drafts of each target forward after the prompt's, whole
+    drafts of `steps` to the last; None: it has no draft head. `tells`: of each request too, as vLLM does when asked to.
+    `others`: tokens that it generates meanwhile for somebody else."""
 
     daemon_threads = True
 
