@@ -33,6 +33,7 @@ class PathsConfig:
     corpus: str = MISSING  # tokenised conversations, shared by the points of a study
     store: str = MISSING  # captured hidden states, shared by the points of a study
     target: str = MISSING  # the target model as a plain Hugging Face folder (converted once)
+    regenerated: str = MISSING  # conversations whose assistant turns the target wrote: a JSONL file a source
 
 
 @dataclass
@@ -85,7 +86,7 @@ class CorpusConfig:
 class CaptureConfig:
     """Target model to hidden states."""
 
-    backend: str = "hf"  # hf: transformers, on any device
+    backend: str = "hf"  # hf (transformers, any device) | vllm (needs vLLM: pip install eagle3-train[vllm])
     # dtype of the target's weights and activations; auto: bf16 where the device has fast bf16, fp32 elsewhere
     compute_dtype: str = "auto"
     # input layers of the draft head, in the convention of docs/store.md; null: (2, n//2, n-3)
@@ -93,6 +94,25 @@ class CaptureConfig:
     batch_tokens: int = 4096  # tokens a forward pass, at most (padding included)
     shards: int = 8  # files of the training store: what an interrupted capture redoes at most is one of them a process
     logsumexp: bool = False  # also write the target's log-sum-exp over the full vocabulary
+    # hf: where the target's layers lie, as accelerate places them: auto | balanced | sequential; null: all on `device`
+    device_map: str | None = None
+    # with device_map, of each device: `+capture.max_memory.0=70GiB +capture.max_memory.cpu=200GiB`; the rest is on disk
+    max_memory: dict[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 1  # vllm: devices that share one copy of the target
+    cache_gib: float = 4.0  # vllm: memory of a device for keys, values and states of what is in flight
+    eager: bool | None = None  # vllm: run without compiling; null: on a CPU, where compiling takes minutes
+
+
+@dataclass
+class RegenerateConfig:
+    """Assistant turns of the corpus's conversations, written by the target itself. Backend: `capture.backend`."""
+
+    conversations: int | None = None  # the first ones in the global order, held-out ones included; null: all
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    seed: int = 0  # of the sampling; every turn of every conversation has its own random numbers
+    max_new_tokens: int | None = None  # a turn; null: up to corpus.max_length
+    batch: int = 32  # conversations at a time; what a kill loses at most
 
 
 @dataclass
@@ -385,6 +405,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     data: DataConfig = field(default_factory=DataConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -408,9 +429,7 @@ class Config:
         for source in (corpus, *corpus["sources"]):
             del source["path"]
         del corpus["validation_sequences"]
-        capture = asdict(self.capture)
-        for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
-            del capture[irrelevant]
+        capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
         return {
@@ -493,13 +512,14 @@ NOT_OF_A_POINT = (  # keys of train that do not define the trained head
     "micro_batch_tokens",
 )  # fmt: skip
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
 TRACKERS = ("wandb", "tensorboard")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "corpus.format": SOURCE_FORMATS,
-    "capture.backend": ("hf",),
+    "capture.backend": ("hf", "vllm"),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
@@ -529,6 +549,9 @@ POSITIVE = (
     "corpus.validation_sequences",
     "capture.batch_tokens",
     "capture.shards",
+    "capture.tensor_parallel",
+    "capture.cache_gib",
+    "regenerate.batch",
     "store.row_group_mib",
     "data.base_sequences",
     "data.scale",
@@ -565,6 +588,8 @@ POSITIVE_IF_SET = (
     "corpus.sequences",
     "corpus.near_duplicates",
     "corpus.contamination_words",
+    "regenerate.conversations",
+    "regenerate.max_new_tokens",
     "train.steps",
     "train.micro_batch_tokens",
     "train.checkpoint_every",
@@ -576,6 +601,8 @@ POSITIVE_IF_SET = (
 )
 NOT_NEGATIVE = (
     "seed",
+    "regenerate.seed",
+    "regenerate.temperature",
     "corpus.seed",
     "corpus.min_supervised",
     "optim.weight_decay",
@@ -702,6 +729,14 @@ def check(cfg: Config) -> None:
         raise ValueError(
             f"train.step_weights={weights} must be draft.steps={cfg.draft.steps} numbers, none negative and one above 0"
         )
+    if not 0 < cfg.regenerate.top_p <= 1:
+        raise ValueError(f"regenerate.top_p={cfg.regenerate.top_p} must lie between 0 and 1, or be 1")
+    if cfg.capture.device_map not in (None, *DEVICE_MAPS):
+        raise ValueError(
+            f"capture.device_map={cfg.capture.device_map!r} is not null or one of {', '.join(DEVICE_MAPS)}"
+        )
+    if cfg.capture.max_memory and cfg.capture.device_map is None:
+        raise ValueError("capture.max_memory bounds what capture.device_map places: set capture.device_map=auto")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:
@@ -767,7 +802,7 @@ def resolve(cfg: DictConfig) -> Config:
     """A composed Hydra configuration as a checked `Config`; every interpolation resolved, paths made absolute."""
     OmegaConf.resolve(cfg)
     config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
-    for name in ("outputs", "study", "corpus", "store", "target"):
+    for name in ("outputs", "study", "corpus", "store", "target", "regenerated"):
         path = getattr(config.paths, name)
         if "://" not in path:
             setattr(config.paths, name, str(Path(path).absolute()))

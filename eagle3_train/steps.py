@@ -79,6 +79,16 @@ def prepare(call: Call) -> int:
     return 0
 
 
+def regenerate(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.capture import open_writer
+    from eagle3_train.corpus import regenerate as regenerate_turns
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    regenerate_turns(cfg, lambda: open_writer(cfg), rank=_rank(), world=world)
+    return 0
+
+
 def capture(call: Call) -> int:
     cfg = call.config()
     from eagle3_train.capture import capture as capture_states
@@ -356,6 +366,29 @@ STEPS: dict[str, Step] = {
             "corpus.seed",
         ),
         ("eagle3 prepare", "eagle3 prepare corpus.sequences=1000 corpus.max_length=1024"),
+        is_job=True,
+    ),
+    "regenerate": Step(
+        regenerate,
+        "conversations again, their assistant turns written by the target: on-policy data; a killed run continues",
+        "the target model (target.model) and the conversations (corpus.path, corpus.sources)",
+        "<study>/regenerated/<source>.jsonl: a source for `prepare`, with the ids it had",
+        (
+            "regenerate.conversations",
+            "regenerate.temperature",
+            "regenerate.top_p",
+            "regenerate.seed",
+            "regenerate.max_new_tokens",
+            "regenerate.batch",
+            "capture.backend",
+            "paths.regenerated",
+        ),
+        (
+            "eagle3 regenerate dry_run=true               how much there is to write",
+            "eagle3 regenerate regenerate.conversations=2000 regenerate.temperature=0.8 regenerate.top_p=0.95",
+            "eagle3 regenerate capture=vllm               by vLLM",
+            "eagle3 prepare corpus.format=jsonl corpus.path=outputs/quickstart/regenerated/sharegpt.jsonl",
+        ),
         is_job=True,
     ),
     "capture": Step(

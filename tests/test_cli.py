@@ -113,7 +113,7 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
     ("arguments", "words"),
     [
         (["trian"], "no step 'trian': did you mean train?"),
-        (["xyz"], "the steps are prepare, capture,"),
+        (["xyz"], "the steps are prepare, regenerate, capture,"),
         (["train", "data.scal=2"], "did you mean data.scale?"),
         (["train", "lr=1"], "did you mean optim.lr?"),
         (["study", "drft=a,b"], "did you mean draft?"),

@@ -118,13 +118,14 @@ def read_published(path: str | Path) -> Published:
     ids = _layer_ids(config)
     if ids is not None and len(ids) != width // target_hidden:
         raise ValueError(f"{folder}: {len(ids)} layer ids, but fc.weight takes {width // target_hidden} states")
+    norms: dict[str, Any] = {name: bool(config.get(name, layer.get(name))) for name in NORMS}
     return Published(
         folder=folder,
         options=Eagle3Config(
             hidden_size=hidden if hidden != target_hidden else None,
             intermediate_size=layer.get("intermediate_size"),
             layers=layer.get("num_hidden_layers", 1),
-            **{name: bool(config.get(name, layer.get(name))) for name in NORMS},
+            **norms,
         ),
         layer=_sizes(layer),
         layer_ids=ids,

@@ -20,7 +20,7 @@ def adopt_srun(environ: MutableMapping[str, str]) -> None:
         return
     nodes = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
     head = subprocess.run(nodes, check=True, capture_output=True, text=True).stdout.split()[0]
-    environ |= {
+    names = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
@@ -28,6 +28,7 @@ def adopt_srun(environ: MutableMapping[str, str]) -> None:
         # One that other jobs on that node are unlikely to use.
         "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
     }
+    environ.update(names)
 
 
 if __name__ == "__main__":

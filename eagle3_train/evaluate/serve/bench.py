@@ -149,8 +149,8 @@ def _record(answer: Answer, steps: int, task: str, temperature: float) -> Record
 
 
 def cut(accepted: Sequence[int], tokens: int) -> list[int]:
-    """Accepted drafts of each cycle, without those beyond a generation's end: a server verifies, and counts, whole drafts
-    to the last. `tokens`: generated after the first one. Forwards without a draft accept none."""
+    """Accepted drafts of each cycle, without those beyond a generation's end: a server verifies, and counts, whole
+    drafts to the last. `tokens`: generated after the first one. Forwards without a draft accept none."""
     cycles: list[int] = []
     left = tokens
     for a in accepted:
