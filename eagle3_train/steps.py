@@ -240,7 +240,8 @@ def serve_bench(call: Call) -> int:
         cfg.export.format = "speculators"
         _export(cfg, head)
     tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
-    serve.serve_bench(cfg, folder, head, cfg.draft.steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
+    steps = cfg.serve.steps or cfg.draft.steps
+    serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
     return 0
 
 
