@@ -247,7 +247,8 @@ class ExportConfig:
 
 @dataclass
 class TrainConfig:
-    regime: str = "epochs"  # epochs: steps grow with the data; steps: compute is held, unique data grows
+    # epochs: steps grow with the data; steps: compute is held, unique data grows; none: the head as it starts
+    regime: str = "epochs"
     epochs: int = 2  # passes over the point's data, with regime=epochs
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
@@ -296,7 +297,7 @@ class EngineConfig:
 
 @dataclass
 class TaskConfig:
-    """One evaluation task: prompts whose greedy continuation the target itself generated."""
+    """One evaluation task: prompts with the continuation that the target itself generated."""
 
     name: str = MISSING
     source: str = MISSING  # humaneval | held_out | file
@@ -304,6 +305,9 @@ class TaskConfig:
     prompts: int = 32
     new_tokens: int = 64
     max_prompt_tokens: int = 384
+    temperature: float = 0.0  # at which the target generates, and is decoded with; 0: greedy
+    top_p: float = 1.0  # of sampling: the fewest tokens that hold so much probability
+    top_k: int = 0  # of sampling: so many tokens at most; 0: all
 
 
 @dataclass
@@ -333,6 +337,7 @@ class ServeConfig:
 
     tasks: list[str] = field(default_factory=list)  # of eval.tasks, whose prompts are sent; empty: eval.decode_tasks
     prompts: int = 32  # of each task, the first ones
+    steps: int | None = None  # drafts of a chain; null: draft.steps
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests at any time
     temperatures: list[float] = field(default_factory=lambda: [0.0])  # of the requests; 0: greedy
     head: str | None = None  # an exported head; null: the point's, exported as `eagle3 export` does
@@ -466,6 +471,7 @@ class Config:
         identity: dict[str, Any] = {"tasks": [asdict(t) for t in self.eval.tasks], "bootstrap": self.eval.bootstrap}
         for task in identity["tasks"]:
             del task["path"]  # what the file holds shows in the transcripts
+            _drop_defaults(task, TaskConfig(), SAMPLING)
         if self.eval.trees:
             identity["trees"] = [asdict(t) for t in self.eval.trees]
         return identity | {"transcript_dtype": self.store.transcript_dtype}
@@ -483,6 +489,7 @@ def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...
             del identity[key]
 
 
+SAMPLING = ("temperature", "top_p", "top_k")  # keys of a task
 OBJECTIVES = ("soft_ce", "reverse_kl", "tv", "hard_ce")
 
 
@@ -531,7 +538,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
     "export.format": ("speculators", "eagle"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
-    "train.regime": ("epochs", "steps"),
+    "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
@@ -597,6 +604,7 @@ POSITIVE_IF_SET = (
     "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
+    "serve.steps",
 )
 NOT_NEGATIVE = (
     "seed",
@@ -768,6 +776,10 @@ def check(cfg: Config) -> None:
             raise ValueError(
                 f"eval task {task.name!r}: prompts, new_tokens and max_prompt_tokens must be from 1 to 1,000,000"
             )
+        if task.temperature < 0 or not 0 < task.top_p <= 1 or task.top_k < 0:
+            raise ValueError(f"eval task {task.name!r}: temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed")
+        if task.temperature == 0 and (task.top_p, task.top_k) != (1.0, 0):
+            raise ValueError(f"eval task {task.name!r}: top_p and top_k are of sampling, and its temperature is 0")
         if task.source == "file" and not task.path:
             raise ValueError(f"eval task {task.name!r}: source=file needs path=FILE.jsonl")
     for tree in cfg.eval.trees:
@@ -780,6 +792,8 @@ def check(cfg: Config) -> None:
     for option in ("recompute", "compile"):
         if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
             raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
+    if cfg.train.regime == "none" and cfg.draft.init_from is None:
+        raise ValueError("train.regime=none is for a head that is trained already: name it with draft.init_from=FOLDER")
     if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
         raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
     if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:

@@ -129,6 +129,11 @@ def point(call: Call) -> int:
     return 0
 
 
+def import_head(call: Call) -> int:
+    """A published head as a point that is not trained. What it is trained further as is another point."""
+    return point(Call([*call.overrides, "train.regime=none"], call.words, call.resolved))
+
+
 def _trained(cfg: Config) -> Draft:
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
@@ -235,7 +240,8 @@ def serve_bench(call: Call) -> int:
         cfg.export.format = "speculators"
         _export(cfg, head)
     tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
-    serve.serve_bench(cfg, folder, head, cfg.draft.steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
+    steps = cfg.serve.steps or cfg.draft.steps
+    serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
     return 0
 
 
@@ -446,6 +452,18 @@ STEPS: dict[str, Step] = {
         "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
         ("export.format", "export.path", "export.dtype", "export.check"),
         ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
+    ),
+    "import": Step(
+        import_head,
+        "a published EAGLE-3 head, of either format, measured as it is",
+        "draft.init_from: a folder or a hub id; and what `capture` wrote",
+        "<study>/<point>/: train.json, records.jsonl, result.json",
+        ("draft.init_from", "draft.steps", "capture.layer_ids", "eval.decode"),
+        (
+            "eagle3 import draft.init_from=yuhuili/EAGLE3-LLaMA3.1-Instruct-8B draft.steps=5",
+            "eagle3 train draft.init_from=/models/head optim.lr=1e-4      train it further",
+        ),
+        is_job=True,
     ),
     "serve-bench": Step(
         serve_bench,

@@ -104,6 +104,7 @@ def sampling_params(new_tokens: int, stops: list[int], sampling: Sampling, name:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
         seed=sampling.seed_of(name) if sampling.temperature > 0 else None,
         max_tokens=new_tokens,
         stop_token_ids=stops,
@@ -218,8 +219,9 @@ class VllmBackend:
     def _params(self, job: Job, row: Row, key: int) -> SamplingParams:
         if job.task is None:
             return sampling_params(1, [], Sampling(), row.sample_id, eagle3_key=key)
+        sampling = Sampling.of_task(job.task, self.cfg.corpus.seed)
         return sampling_params(
-            job.task.new_tokens, self.stops, Sampling(), row.sample_id, eagle3_key=key, include_output_tokens=True
+            job.task.new_tokens, self.stops, sampling, row.sample_id, eagle3_key=key, include_output_tokens=True
         )
 
     @torch.inference_mode()
