@@ -53,10 +53,8 @@ def single(study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param({"engine": "hsdp", "engine__shard_size": 2}, 4, id="hsdp"),
         pytest.param({"engine": "accelerate"}, 2, id="accelerate"),
         pytest.param(zero(1), 2, id="zero1", marks=needs_deepspeed),
-        pytest.param(zero(2), 2, id="zero2", marks=needs_deepspeed),
-        pytest.param(zero(3), 2, id="zero3", marks=needs_deepspeed),
         pytest.param(zero(2, "cpu"), 2, id="zero2-offload", marks=needs_deepspeed),
-        pytest.param(zero(3, "cpu"), 2, id="zero3-offload", marks=needs_deepspeed),
+        pytest.param(zero(3), 2, id="zero3", marks=needs_deepspeed),
     ],
 )
 def test_engines_give_the_single_process_curve(
@@ -72,17 +70,17 @@ def test_engines_give_the_single_process_curve(
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
 
 
-@needs_deepspeed
 def test_a_checkpoint_moves_between_engines_and_world_sizes(single: Path, outputs: NewOutputs) -> None:
-    """Four engines take turns on one run; every one continues the same batches and the same curve."""
+    """Several engines take turns on one run; every one continues the same batches and the same curve."""
     folder = outputs("moved")
-    turns = [({"engine": "fsdp2"}, 2, 3), (zero(3), 2, 3), (zero(1), 2, 3), ({"engine": "ddp"}, 2, 3)]
-    for keys, ranks, steps in turns:
-        args = (folder, keys, steps - 1, signal.SIGTERM)
-        run_ranks(ranks, train_with_signal, folder / "log", *args, code=REQUEUE)
-    assert newest(folder).step == 12
+    turns = [{"engine": "fsdp2"}, *([zero(3), zero(1)] if find_spec("deepspeed") else []), {"engine": "ddp"}]
+    for keys in turns:  # three steps each, on two ranks
+        run_ranks(2, train_with_signal, folder / "log", folder, keys, 2, signal.SIGTERM, code=REQUEUE)
+    assert newest(folder).step == 3 * len(turns)
     train(tiny_config(folder))
     np.testing.assert_allclose(losses(folder), losses(single), **CURVE)
+    tokens = [[row["tokens"] for row in rows(f) if "loss" in row] for f in (single, folder)]
+    assert tokens[0] == tokens[1]
     weights = newest(folder).weights()
     for name, value in newest(single).weights().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)

@@ -84,6 +84,8 @@ class DeepSpeed(Engine):
         # A rank's loss is its share of the global sum already; DeepSpeed averages over ranks: take that back.
         self.gradient_factor = float(world.size)
         self._set_steps(0)  # some stages take one with no gradient, to allocate their state
+        if self.engine.zero_optimization_stage() < 3:  # else only after the first step do parameters know their state
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _check(self, config: dict[str, Any]) -> None:
         """ValueError where DeepSpeed did not do what it was asked for."""
