@@ -150,7 +150,7 @@ class VllmBackend:
         self.next_token = NextToken(ends, spec.logsumexp)
         self.next_token.head.to(device)
         self.longest = max(int(job.lengths.max()) for job in jobs)
-        self.device, self._keys = device, count()
+        self.cfg, self.device, self._keys = cfg, device, count()
         self._receiver = Receiver(len(spec.layer_ids), spec.hidden_size, dtype)
         layers = {"eagle_aux_hidden_state_layer_ids": list(spec.layer_ids)}
         self.llm = open_engine(

@@ -1,4 +1,4 @@
-"""From training to decoding: a head that has one sample by heart drafts all of it, and the target accepts every token."""
+"""From training to decoding: a head that has one sample by heart drafts all of it, and every token is accepted."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class DeepSpeed(Engine):
         self.gradient_factor = float(world.size)
         self._set_steps(0)  # some stages take one with no gradient, to allocate their state
         if self.engine.zero_optimization_stage() < 3:  # else only after the first step do parameters know their state
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def _check(self, config: dict[str, Any]) -> None:
         """ValueError where DeepSpeed did not do what it was asked for."""
