@@ -110,6 +110,29 @@ def test_transcripts_are_the_targets_own_greedy_continuations(cfg: Config, tiny_
         assert found.loss_mask.tolist() == [0] * len(prompt.input_ids) + [1] * (len(ids) - len(prompt.input_ids))
 
 
+def test_tasks_have_a_temperature_of_their_own(folder: Path, tiny_target: Path) -> None:
+    task = "name: {}, source: held_out, prompts: 4, new_tokens: 12"
+    tasks = (
+        f"[{{{task.format('one')}, temperature: 1.5, top_k: 1}}, {{{task.format('five')}, temperature: 1.5, top_k: 5}}]"
+    )
+    cfg = study(folder, tiny_target, f"eval.tasks={tasks}")
+    prepare(cfg)
+    capture(cfg)
+    model = load_target(tiny_target, torch.float32, torch.device("cpu"))
+    ranks: dict[str, set[int]] = {"one": set(), "five": set()}
+    for name, seen in ranks.items():
+        store = Store.open(f"{cfg.paths.store}/transcripts/{name}")
+        assert (store.spec.sampling["temperature"], store.spec.sampling["top_p"]) == (1.5, 1.0)
+        for s in store.read(range(len(store))):
+            ids = torch.from_numpy(s.input_ids.astype(np.int64))
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            chosen = logits.gather(1, ids[1:, None])
+            rank = (logits > chosen).sum(1)[torch.from_numpy(s.loss_mask[1:].astype(bool))]
+            seen |= set(rank.tolist())
+    assert ranks["one"] == {0}  # the most likely of one
+    assert ranks["five"] == {0, 1, 2, 3, 4}
+
+
 def test_workers_and_interruptions_change_no_byte(
     cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
