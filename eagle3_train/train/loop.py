@@ -157,7 +157,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                 tracker.log(scalars(numbers), step=done)
                 tau = numbers.get("tau")
                 is_best = cfg.train.keep_best and tau is not None and tau > highest
-                highest = tau if is_best else highest
+                highest = max(highest, tau if tau is not None else highest)
             is_due = last or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0)
             reason = None if last else stop.reason(world)
             if is_due or is_best or reason:

@@ -85,15 +85,19 @@ class Engine:
     def weights(self) -> dict[str, Tensor]:
         """Full fp32 weights on the host of rank 0, name -> tensor, perhaps the live ones; other ranks may get none.
         A collective."""
-        return get_model_state_dict(self.module, options=FULL)
+        weights: dict[str, Any] = get_model_state_dict(self.module, options=FULL)
+        return weights
 
     def state(self) -> OptimizerState:
         """Optimizer state on the host, by parameter name, sharded (DTensor) where the engine shards it, perhaps the
         live tensors. All engines name it alike, so it loads under any engine and world size. A collective."""
-        return get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)["state"]
+        return self._optimizer_part("state")
 
     def load(self, weights: dict[str, Tensor], state: OptimizerState) -> None:
         """Inverse of `weights` (every rank has read them all) and `state` (as this engine shards it). A collective."""
         set_model_state_dict(self.module, dict(weights), options=FULL)
-        groups = get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)["param_groups"]
-        set_optimizer_state_dict(self.module, self.optimizer, {"state": state, "param_groups": groups}, options=SHARDED)
+        parts: dict[str, Any] = {"state": state, "param_groups": self._optimizer_part("param_groups")}
+        set_optimizer_state_dict(self.module, self.optimizer, parts, options=SHARDED)
+
+    def _optimizer_part(self, part: str) -> Any:
+        return get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)[part]

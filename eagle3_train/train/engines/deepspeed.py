@@ -47,7 +47,7 @@ def deepspeed_config(cfg: EngineConfig, optim: OptimConfig, dtype: torch.dtype) 
     stage = given.get("zero_optimization", {}).get("stage")
     if stage not in (1, 2, 3):
         raise ValueError(f"engine.deepspeed.zero_optimization.stage={stage}: 1, 2 or 3; without ZeRO use engine=ddp")
-    filled = {
+    filled: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": optim.clip_norm,
@@ -74,18 +74,18 @@ class DeepSpeed(Engine):
         # On CPUs DeepSpeed would first compile shared-memory collectives: minutes, or for ever where a compiler that
         # was killed has left its lock. gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        optimizer = make_optimizer(optim, head.parameters())
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=head, optimizer=optimizer, config=json.loads(json.dumps(config)), dist_init_required=False
+        self.optimizer = make_optimizer(optim, head.parameters())
+        self.zero: Any  # what wraps the optimizer
+        self.engine, self.zero, _, _ = deepspeed.initialize(
+            model=head, optimizer=self.optimizer, config=json.loads(json.dumps(config)), dist_init_required=False
         )
         self.module = self.engine
-        self._inner = optimizer
         self._check(config)
         # A rank's loss is its share of the global sum already; DeepSpeed averages over ranks: take that back.
         self.gradient_factor = float(world.size)
         self._set_steps(0)  # some stages take one with no gradient, to allocate their state
         if self.engine.zero_optimization_stage() < 3:  # else only after the first step do parameters know their state
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def _check(self, config: dict[str, Any]) -> None:
         """ValueError where DeepSpeed did not do what it was asked for."""
@@ -108,14 +108,13 @@ class DeepSpeed(Engine):
 
     def _masters(self) -> list[Tensor]:
         """This rank's flat pieces of the fp32 weights: what the inner optimizer updates, and where its state hangs."""
-        zero = self.optimizer
         stage3 = self.engine.zero_optimization_stage() == 3
-        return list(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups)
+        return list(self.zero.fp32_partitioned_groups_flat if stage3 else self.zero.single_partition_of_fp32_groups)
 
     def _set_steps(self, steps: int) -> None:
         """State of AdamW for every piece: as it is, zero where there is none; `steps` taken so far."""
         for master in self._masters():
-            state = self._inner.state[master]
+            state = self.optimizer.state[master]
             for name in MOMENTS:
                 state.setdefault(name, torch.zeros_like(master))
             state["step"] = torch.tensor(float(steps), device=master.device)
@@ -130,7 +129,7 @@ class DeepSpeed(Engine):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        for group in self._inner.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()  # clips; drops an update whose norm is not finite
         return float(self.engine.get_global_grad_norm())
@@ -144,7 +143,7 @@ class DeepSpeed(Engine):
         """Whole tensors on every rank, gathered one by one: ZeRO cuts flat pieces, which have no names."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        step = self._inner.state[self._masters()[0]]["step"].cpu()
+        step = self.optimizer.state[self._masters()[0]]["step"].cpu()
         return {
             name: {"step": step.clone()} | {m: safe_get_full_optimizer_state(p, m).cpu() for m in MOMENTS}
             for name, p in self.head.named_parameters()
@@ -162,12 +161,11 @@ class DeepSpeed(Engine):
 
     def _publish(self) -> None:
         """Copy the masters into the weights that the forward pass reads."""
-        zero = self.optimizer
         if self.engine.zero_optimization_stage() == 3:
-            for group, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
-                group.data.copy_(master.data)
+            for read, master in zip(self.zero.fp16_partitioned_groups_flat, self._masters(), strict=True):
+                read.data.copy_(master.data)
         else:
-            zero.update_lp_params()
+            self.zero.update_lp_params()
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
