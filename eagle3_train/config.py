@@ -33,6 +33,7 @@ class PathsConfig:
     corpus: str = MISSING  # tokenised conversations, shared by the points of a study
     store: str = MISSING  # captured hidden states, shared by the points of a study
     target: str = MISSING  # the target model as a plain Hugging Face folder (converted once)
+    regenerated: str = MISSING  # conversations whose assistant turns the target wrote: a JSONL file a source
 
 
 @dataclass
@@ -76,9 +77,8 @@ class CorpusConfig:
     max_length: int = 512  # tokens a sequence; whole turns are kept where that is possible
     min_supervised: int = 16  # a sequence with fewer supervised tokens is left out
     near_duplicates: float | None = 0.8  # Jaccard similarity of word 5-grams from which one is left out; null: keep
-    contamination_words: int | None = (
-        13  # left out: what shares so many words in a row with a task's prompt; null: keep
-    )
+    # left out: what shares so many words in a row with a task's prompt; null: keep
+    contamination_words: int | None = 13
     seed: int = 0  # of the global shuffle
 
 
@@ -86,7 +86,7 @@ class CorpusConfig:
 class CaptureConfig:
     """Target model to hidden states."""
 
-    backend: str = "hf"  # hf: transformers, on any device
+    backend: str = "hf"  # hf (transformers, any device) | vllm (needs vLLM: pip install eagle3-train[vllm])
     # dtype of the target's weights and activations; auto: bf16 where the device has fast bf16, fp32 elsewhere
     compute_dtype: str = "auto"
     # input layers of the draft head, in the convention of docs/store.md; null: (2, n//2, n-3)
@@ -94,6 +94,25 @@ class CaptureConfig:
     batch_tokens: int = 4096  # tokens a forward pass, at most (padding included)
     shards: int = 8  # files of the training store: what an interrupted capture redoes at most is one of them a process
     logsumexp: bool = False  # also write the target's log-sum-exp over the full vocabulary
+    # hf: where the target's layers lie, as accelerate places them: auto | balanced | sequential; null: all on `device`
+    device_map: str | None = None
+    # with device_map, of each device: `+capture.max_memory.0=70GiB +capture.max_memory.cpu=200GiB`; the rest is on disk
+    max_memory: dict[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 1  # vllm: devices that share one copy of the target
+    cache_gib: float = 4.0  # vllm: memory of a device for keys, values and states of what is in flight
+    eager: bool | None = None  # vllm: run without compiling; null: on a CPU, where compiling takes minutes
+
+
+@dataclass
+class RegenerateConfig:
+    """Assistant turns of the corpus's conversations, written by the target itself. Backend: `capture.backend`."""
+
+    conversations: int | None = None  # the first ones in the global order, held-out ones included; null: all
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # of the sampling: the likeliest tokens of so much probability; 1: all
+    seed: int = 0  # of the sampling; every turn of every conversation has its own random numbers
+    max_new_tokens: int | None = None  # a turn; null: up to corpus.max_length
+    batch: int = 32  # conversations at a time; what a kill loses at most
 
 
 @dataclass
@@ -118,7 +137,7 @@ class DataConfig:
 HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
-    "eagle1": ("init_lm_head",),
+    "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
@@ -228,7 +247,8 @@ class ExportConfig:
 
 @dataclass
 class TrainConfig:
-    regime: str = "epochs"  # epochs: steps grow with the data; steps: compute is held, unique data grows
+    # epochs: steps grow with the data; steps: compute is held, unique data grows; none: the head as it starts
+    regime: str = "epochs"
     epochs: int = 2  # passes over the point's data, with regime=epochs
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
@@ -277,7 +297,7 @@ class EngineConfig:
 
 @dataclass
 class TaskConfig:
-    """One evaluation task: prompts whose greedy continuation the target itself generated."""
+    """One evaluation task: prompts with the continuation that the target itself generated."""
 
     name: str = MISSING
     source: str = MISSING  # humaneval | held_out | file
@@ -285,6 +305,9 @@ class TaskConfig:
     prompts: int = 32
     new_tokens: int = 64
     max_prompt_tokens: int = 384
+    temperature: float = 0.0  # at which the target generates, and is decoded with; 0: greedy
+    top_p: float = 1.0  # of sampling: the fewest tokens that hold so much probability
+    top_k: int = 0  # of sampling: so many tokens at most; 0: all
 
 
 @dataclass
@@ -302,10 +325,27 @@ class EvalConfig:
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
     decode: bool = True  # decode with the real target besides the replay
-    decode_dtype: str = "fp32"  # greedy decoding equals the target token for token in fp32
+    decode_dtype: str = "fp32"  # fp32 | bf16; in fp32, greedy decoding equals the target token for token
     trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
     bootstrap: int = 1000  # resamples of the intervals
     generate_batch: int = 32  # prompts generated at once when transcripts are made
+
+
+@dataclass
+class ServeConfig:
+    """A draft head in an inference server."""
+
+    tasks: list[str] = field(default_factory=list)  # of eval.tasks, whose prompts are sent; empty: eval.decode_tasks
+    prompts: int = 32  # of each task, the first ones
+    steps: int | None = None  # drafts of a chain; null: draft.steps
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests at any time
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # of the requests; 0: greedy
+    head: str | None = None  # an exported head; null: the point's, exported as `eagle3 export` does
+    dtype: str = "auto"  # of target and head in vLLM: fp32 | bf16 | fp16; auto: the target's own
+    url: str | None = None  # a server that runs already, with the head, in place of our own vLLM: http://HOST:PORT
+    baseline_url: str | None = None  # with url: one without the head, to compare with
+    arguments: list[str] = field(default_factory=list)  # more of vLLM's: ["--tensor-parallel-size", "2"]
+    start_minutes: float = 15.0  # for vLLM to load and compile
 
 
 @dataclass
@@ -369,6 +409,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     data: DataConfig = field(default_factory=DataConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -376,6 +417,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -391,9 +433,7 @@ class Config:
         for source in (corpus, *corpus["sources"]):
             del source["path"]
         del corpus["validation_sequences"]
-        capture = asdict(self.capture)
-        for irrelevant in ("backend", "batch_tokens", "shards", "logsumexp"):
-            del capture[irrelevant]
+        capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
         return {
@@ -431,6 +471,7 @@ class Config:
         identity: dict[str, Any] = {"tasks": [asdict(t) for t in self.eval.tasks], "bootstrap": self.eval.bootstrap}
         for task in identity["tasks"]:
             del task["path"]  # what the file holds shows in the transcripts
+            _drop_defaults(task, TaskConfig(), SAMPLING)
         if self.eval.trees:
             identity["trees"] = [asdict(t) for t in self.eval.trees]
         return identity | {"transcript_dtype": self.store.transcript_dtype}
@@ -448,6 +489,7 @@ def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...
             del identity[key]
 
 
+SAMPLING = ("temperature", "top_p", "top_k")  # keys of a task
 OBJECTIVES = ("soft_ce", "reverse_kl", "tv", "hard_ce")
 
 
@@ -476,13 +518,14 @@ NOT_OF_A_POINT = (  # keys of train that do not define the trained head
     "micro_batch_tokens",
 )  # fmt: skip
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 SOURCE_FORMATS = ("sharegpt", "jsonl", "dataset")
 TRACKERS = ("wandb", "tensorboard")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "corpus.format": SOURCE_FORMATS,
-    "capture.backend": ("hf",),
+    "capture.backend": ("hf", "vllm"),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
@@ -492,9 +535,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.init_layer": ("target", "random"),
     "draft.attention": ("auto", "merge", "flex", "reference"),
     "draft.eagle3.lm_head": ("trained", "frozen"),
+    "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
     "export.format": ("speculators", "eagle"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
-    "train.regime": ("epochs", "steps"),
+    "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
@@ -511,6 +555,9 @@ POSITIVE = (
     "corpus.validation_sequences",
     "capture.batch_tokens",
     "capture.shards",
+    "capture.tensor_parallel",
+    "capture.cache_gib",
+    "regenerate.batch",
     "store.row_group_mib",
     "data.base_sequences",
     "data.scale",
@@ -533,6 +580,8 @@ POSITIVE = (
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
+    "serve.prompts",
+    "serve.start_minutes",
     "launch.nproc_per_node",
     "launch.nodes",
     "launch.slurm.points_at_once",
@@ -545,6 +594,8 @@ POSITIVE_IF_SET = (
     "corpus.sequences",
     "corpus.near_duplicates",
     "corpus.contamination_words",
+    "regenerate.conversations",
+    "regenerate.max_new_tokens",
     "train.steps",
     "train.micro_batch_tokens",
     "train.checkpoint_every",
@@ -553,9 +604,12 @@ POSITIVE_IF_SET = (
     "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
+    "serve.steps",
 )
 NOT_NEGATIVE = (
     "seed",
+    "regenerate.seed",
+    "regenerate.temperature",
     "corpus.seed",
     "corpus.min_supervised",
     "optim.weight_decay",
@@ -682,6 +736,14 @@ def check(cfg: Config) -> None:
         raise ValueError(
             f"train.step_weights={weights} must be draft.steps={cfg.draft.steps} numbers, none negative and one above 0"
         )
+    if not 0 < cfg.regenerate.top_p <= 1:
+        raise ValueError(f"regenerate.top_p={cfg.regenerate.top_p} must lie between 0 and 1, or be 1")
+    if cfg.capture.device_map not in (None, *DEVICE_MAPS):
+        raise ValueError(
+            f"capture.device_map={cfg.capture.device_map!r} is not null or one of {', '.join(DEVICE_MAPS)}"
+        )
+    if cfg.capture.max_memory and cfg.capture.device_map is None:
+        raise ValueError("capture.max_memory bounds what capture.device_map places: set capture.device_map=auto")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
     if cfg.data.sequences < 1:
@@ -714,14 +776,32 @@ def check(cfg: Config) -> None:
             raise ValueError(
                 f"eval task {task.name!r}: prompts, new_tokens and max_prompt_tokens must be from 1 to 1,000,000"
             )
+        if task.temperature < 0 or not 0 < task.top_p <= 1 or task.top_k < 0:
+            raise ValueError(f"eval task {task.name!r}: temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed")
+        if task.temperature == 0 and (task.top_p, task.top_k) != (1.0, 0):
+            raise ValueError(f"eval task {task.name!r}: top_p and top_k are of sampling, and its temperature is 0")
         if task.source == "file" and not task.path:
             raise ValueError(f"eval task {task.name!r}: source=file needs path=FILE.jsonl")
     for tree in cfg.eval.trees:
         if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
             raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
-    for name in cfg.eval.decode_tasks:
-        if name not in names:
-            raise ValueError(f"eval.decode_tasks names {name!r}, which is not among eval.tasks {names}")
+    for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
+        for name in chosen:
+            if name not in names:
+                raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    for option in ("recompute", "compile"):
+        if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
+            raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
+    if cfg.train.regime == "none" and cfg.draft.init_from is None:
+        raise ValueError("train.regime=none is for a head that is trained already: name it with draft.init_from=FOLDER")
+    if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":
+        raise ValueError(f"draft.init_from reads EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
+    if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
+        raise ValueError(f"serve.concurrency={cfg.serve.concurrency} must be numbers of at least 1")
+    if not cfg.serve.temperatures or min(cfg.serve.temperatures) < 0:
+        raise ValueError(f"serve.temperatures={cfg.serve.temperatures} must be numbers, none negative")
+    if cfg.serve.baseline_url is not None and cfg.serve.url is None:
+        raise ValueError("serve.baseline_url needs serve.url, the server with the head that is compared with it")
 
 
 def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:
@@ -736,7 +816,7 @@ def resolve(cfg: DictConfig) -> Config:
     """A composed Hydra configuration as a checked `Config`; every interpolation resolved, paths made absolute."""
     OmegaConf.resolve(cfg)
     config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
-    for name in ("outputs", "study", "corpus", "store", "target"):
+    for name in ("outputs", "study", "corpus", "store", "target", "regenerated"):
         path = getattr(config.paths, name)
         if "://" not in path:
             setattr(config.paths, name, str(Path(path).absolute()))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import config
 from eagle3_train.config import Config
@@ -79,6 +79,16 @@ def prepare(call: Call) -> int:
     return 0
 
 
+def regenerate(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.capture import open_writer
+    from eagle3_train.corpus import regenerate as regenerate_turns
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    regenerate_turns(cfg, lambda: open_writer(cfg), rank=_rank(), world=world)
+    return 0
+
+
 def capture(call: Call) -> int:
     cfg = call.config()
     from eagle3_train.capture import capture as capture_states
@@ -117,6 +127,11 @@ def point(call: Call) -> int:
         if _rank() == 0:
             _measure(cfg, head)
     return 0
+
+
+def import_head(call: Call) -> int:
+    """A published head as a point that is not trained. What it is trained further as is another point."""
+    return point(Call([*call.overrides, "train.regime=none"], call.words, call.resolved))
 
 
 def _trained(cfg: Config) -> Draft:
@@ -195,6 +210,11 @@ def _measure(cfg: Config, head: Draft) -> None:
 
 def export(call: Call) -> int:
     cfg = call.config()
+    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    return 0
+
+
+def _export(cfg: Config, folder: Path) -> None:
     from eagle3_train.device import DTYPES
     from eagle3_train.export import check_export, export_head
     from eagle3_train.files import read_json
@@ -202,13 +222,46 @@ def export(call: Call) -> int:
 
     source = head_source(cfg)
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
-    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format
     results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
     export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
     say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)
+
+
+def serve_bench(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.evaluate import serve
+    from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
+
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
+    if cfg.serve.url is None and cfg.serve.head is None:
+        cfg.export.format = "speculators"
+        _export(cfg, head)
+    tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
+    steps = cfg.serve.steps or cfg.draft.steps
+    serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
     return 0
+
+
+def _explainer(cfg: Config, folder: Path) -> Any:
+    """Says why two greedy outputs differ, with the target's own logits in fp32."""
+    import torch
+
+    from eagle3_train.decode.runner import TargetRunner
+    from eagle3_train.device import resolve_device
+    from eagle3_train.evaluate.difference import first_gap
+    from eagle3_train.evaluate.serve.client import Prompt
+    from eagle3_train.target import load_target
+
+    model = load_target(folder, torch.float32, resolve_device(cfg.device), cfg.target.trust_remote_code)
+    runner = TargetRunner(model, [])
+
+    def explain(prompt: Prompt, plain: list[int], drafted: list[int]) -> dict[str, Any]:
+        return first_gap(runner, torch.tensor(prompt.ids, device=runner.device), plain, drafted)
+
+    return explain
 
 
 def study(call: Call) -> int:
@@ -316,6 +369,29 @@ STEPS: dict[str, Step] = {
         ("eagle3 prepare", "eagle3 prepare corpus.sequences=1000 corpus.max_length=1024"),
         is_job=True,
     ),
+    "regenerate": Step(
+        regenerate,
+        "conversations again, their assistant turns written by the target: on-policy data; a killed run continues",
+        "the target model (target.model) and the conversations (corpus.path, corpus.sources)",
+        "<study>/regenerated/<source>.jsonl: a source for `prepare`, with the ids it had",
+        (
+            "regenerate.conversations",
+            "regenerate.temperature",
+            "regenerate.top_p",
+            "regenerate.seed",
+            "regenerate.max_new_tokens",
+            "regenerate.batch",
+            "capture.backend",
+            "paths.regenerated",
+        ),
+        (
+            "eagle3 regenerate dry_run=true               how much there is to write",
+            "eagle3 regenerate regenerate.conversations=2000 regenerate.temperature=0.8 regenerate.top_p=0.95",
+            "eagle3 regenerate capture=vllm               by vLLM",
+            "eagle3 prepare corpus.format=jsonl corpus.path=outputs/quickstart/regenerated/sharegpt.jsonl",
+        ),
+        is_job=True,
+    ),
     "capture": Step(
         capture,
         "the target's hidden states of the corpus, and its own greedy transcripts of the tasks",
@@ -376,6 +452,30 @@ STEPS: dict[str, Step] = {
         "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
         ("export.format", "export.path", "export.dtype", "export.check"),
         ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
+    ),
+    "import": Step(
+        import_head,
+        "a published EAGLE-3 head, of either format, measured as it is",
+        "draft.init_from: a folder or a hub id; and what `capture` wrote",
+        "<study>/<point>/: train.json, records.jsonl, result.json",
+        ("draft.init_from", "draft.steps", "capture.layer_ids", "eval.decode"),
+        (
+            "eagle3 import draft.init_from=yuhuili/EAGLE3-LLaMA3.1-Instruct-8B draft.steps=5",
+            "eagle3 train draft.init_from=/models/head optim.lr=1e-4      train it further",
+        ),
+        is_job=True,
+    ),
+    "serve-bench": Step(
+        serve_bench,
+        "a trained head in vLLM: acceptance, latency and throughput beside plain serving, replay and decoding",
+        "what `train` and `capture` wrote; the same overrides as for `train` find the head",
+        "<point>/: serve.json, serve.jsonl, vllm-*.log",
+        ("serve.prompts", "serve.concurrency", "serve.temperatures", "serve.dtype", "serve.url", "serve.baseline_url"),
+        (
+            "eagle3 serve-bench data.scale=8 serve.prompts=8 serve.concurrency=[1,4]",
+            "eagle3 serve-bench serve.url=http://host:8000 serve.baseline_url=http://host:8001",
+        ),
+        is_job=True,
     ),
     "study": Step(
         study,

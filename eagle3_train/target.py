@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 SOURCE_FILE = "source.json"  # in a converted folder: what it was converted from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, "generation_config.json")
 
 
 def prepare_target(cfg: TargetConfig, folder: str | Path) -> Path:
@@ -131,14 +134,18 @@ def _gguf_parsed_once() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of transformers' own: ours say what is going on."""
+    """No progress bars of transformers' own, and no news of layers that are on disk, where they were put: ours say what
+    is going on."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, placing = logging.is_progress_bar_enabled(), getLogger("accelerate.big_modeling")
+    level = placing.level
     logging.disable_progress_bar()
+    placing.setLevel(ERROR)
     try:
         yield
     finally:
+        placing.setLevel(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -163,16 +170,31 @@ def _replace(aside: Path, folder: Path, identity: dict[str, str]) -> None:
 
 
 def load_target(
-    folder: str | Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    device_map: str | dict[str, str] | None = None,
+    max_memory: dict[int | str, str] | None = None,
+    offload_folder: str | Path | None = None,
 ) -> PreTrainedModel:
-    """The target as a causal language model of transformers, for inference alone: eval mode, no gradients, SDPA."""
+    """The target as a causal language model of transformers, for inference alone: eval mode, no gradients, SDPA.
+
+    Without a `device_map` all of it lies on `device`. With one, accelerate places its layers, a strategy's name such as
+    `auto` or module by module, within `max_memory` of each device; what is left stays on disk, in the model's own files
+    or, for weights in other files than safetensors, in `offload_folder`.
+    """
     from transformers import AutoModelForCausalLM
 
+    placed: dict[str, Any] = {}
+    if device_map is not None:
+        placed = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
     with _quiet():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code, **placed
         )
-    model.to(device)  # type: ignore[arg-type]
+    if device_map is None:
+        model.to(device)  # type: ignore[arg-type]
     return model.eval().requires_grad_(False)
 
 
@@ -192,6 +214,15 @@ def load_tokenizer(
     if not tokenizer.chat_template:
         raise ValueError(f"{folder}: the tokenizer has no chat template; give one: target.chat_template=FILE.jinja")
     return tokenizer
+
+
+def tokenizer_files(folder: str | Path, chat_template: str | None = None) -> dict[str, bytes]:
+    """File name -> content of all that `load_tokenizer` needs, with the chat template in use."""
+    names = (*TOKENIZER_FILES, *TOKENIZER_SETTINGS)
+    files = {name: file.read_bytes() for name in names if (file := Path(folder) / name).is_file()}
+    if chat_template is not None:
+        files[TEMPLATE_FILE] = _template_file(chat_template).read_bytes()
+    return files
 
 
 def _template_file(chat_template: str) -> Path:
@@ -268,7 +299,7 @@ def tokenizer_hash(folder: str | Path) -> str:
 
 def chat_template_hash(folder: str | Path, chat_template: str | None = None) -> str:
     """Hex digest of the chat template in use: the file `chat_template`, or the tokenizer's own."""
-    own = Path(folder) / "chat_template.jinja"
+    own = Path(folder) / TEMPLATE_FILE
     if chat_template is not None:
         return _digest(_template_file(chat_template).read_text(encoding="utf-8"))
     if own.is_file():

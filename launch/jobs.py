@@ -21,7 +21,8 @@ from eagle3_train.console import say
 from eagle3_train.files import content_fingerprint, read_json, write_json
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
-OF_STUDY = (*SHARED, "report")  # steps of the study as a whole; the others are steps of a point
+DIVIDED = ("capture", "regenerate")  # steps whose work any number of jobs and processes share out
+OF_STUDY = (*SHARED, "regenerate", "report")  # steps of the study as a whole; the others are steps of a point
 TRAINS = ("train", "point")  # the steps that an engine runs
 
 
@@ -59,7 +60,7 @@ class Job:
 
     @property
     def _divides(self) -> bool:
-        return self.part is None and self.step in ("capture", *TRAINS)
+        return self.part is None and self.step in (*DIVIDED, *TRAINS)
 
     def is_done(self) -> bool:
         """From files alone, and cheap: asked by a study before it starts any process. Other steps look for

@@ -19,7 +19,7 @@ from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.console import say
 from eagle3_train.files import read_json, write_json, write_text
-from launch.jobs import Job
+from launch.jobs import DIVIDED, Job
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ def show(batches: Sequence[Batch]) -> str:
 def batches_of_step(job: Job, after: Mapping[str, str] | None = None) -> list[Batch]:
     """A step as a batch; capture as an array of jobs that share its shards out."""
     parts = job.cfg.launch.slurm.capture_jobs
-    jobs = [job] if job.step != "capture" or parts == 1 else [Job(job.step, job.cfg, (i, parts)) for i in range(parts)]
+    jobs = (
+        [job] if job.step not in DIVIDED or parts == 1 else [Job(job.step, job.cfg, (i, parts)) for i in range(parts)]
+    )
     return [Batch(job.step, jobs, after or {}, at_once=len(jobs))]
 
 

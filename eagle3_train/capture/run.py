@@ -5,40 +5,33 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from eagle3_train.config import Config, TaskConfig
+from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
-from eagle3_train.corpus import Row, Template, read_rows
-from eagle3_train.device import DTYPES, resolve_device, tune_allocator
+from eagle3_train.corpus import read_rows
+from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line
-from eagle3_train.store import Sequence, ShardWriter, finalize, missing_shards, write_origin
-from eagle3_train.target import load_target, load_tokenizer, prepare_target, stop_ids
+from eagle3_train.store import ShardWriter, finalize, missing_shards, write_origin
+from eagle3_train.target import prepare_target
 
-from .batches import by_length, windows
-from .generate import continue_greedily
-from .hf import HiddenStates
+from .backend import Backend, open_backend
+from .ends import has_target, write_target
 from .plan import MAY_DIFFER, Job, plan, require_disk
-from .target_part import has_target, write_target
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LOG = "capture.jsonl"  # in the study's folder: a line a captured shard
-PROBE_TOKENS = 512
 
 
 def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """Fill the stores of a study (docs/capture.md): training, validation, and a transcript store a task.
 
-    Worker `rank` of `world` captures every world-th missing shard; whoever finishes a store's last one writes its
-    manifest. What is there already is never redone, so an interrupted capture continues.
+    Worker `rank` of `world` captures every world-th shard, if it is missing; whoever finishes a store's last one writes
+    its manifest. What is there already is never redone, so an interrupted capture continues.
 
     Returns {store: {"tokens", "seconds", "tokens_per_s", "mismatched", "compared"}} over all runs so far. At
     `mismatched` of the `compared` positions of transcripts the teacher-forced arg max is not the token generated.
@@ -53,8 +46,9 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
         write_origin(cfg.paths.store, cfg.data_identity)
-        units = [(job, shard) for job in jobs for shard in job.missing]
-        worker.run(units[rank::world], jobs[0].compute_dtype)
+        # By number among all shards, missing or not: workers that start at different times still share without a gap.
+        units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
+        worker.run([(job, shard) for job, shard in units if shard in job.missing], jobs[0].compute_dtype)
         for job in jobs:
             if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
                 finalize(job.path, job.spec, MAY_DIFFER)
@@ -93,80 +87,41 @@ class Worker:
     def run(self, units: list[tuple[Job, int]], train_dtype: torch.dtype) -> None:
         """Capture `units` (job, shard). The target is loaded once a compute dtype, not at all if nothing is left."""
         tune_allocator()
+        if self.rank == 0 and not has_target(self.cfg.paths.store):
+            write_target(self.cfg.paths.store, self.target, train_dtype, self.cfg.target)
         groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)
         for job, shard in units:
             groups[job.compute_dtype].append((job, shard))
-        write_ends = self.rank == 0 and not has_target(self.cfg.paths.store)
-        if write_ends:
-            groups.setdefault(train_dtype, [])
         for dtype, mine in groups.items():
-            model = load_target(self.target, dtype, self.device, self.cfg.target.trust_remote_code)
-            if write_ends and dtype == train_dtype:
-                write_target(self.cfg.paths.store, self.target, model)
             tokens = sum(job.tokens(shard) for job, shard in mine)
             generated = sum(job.generated(shard) for job, shard in mine)
-            if self.rank == 0 and mine:
-                rate = _probe(model, self.cfg.capture.batch_tokens)
-                more = f", and the time to generate {generated:,} tokens" if generated else ""
-                say(f"capture: {tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}{more}")
-            show = self.rank == 0 and bool(mine)
-            with progress_bar("capturing", tokens + generated, "tokens", show=show) as bar:
-                for job, shard in mine:
-                    self.shard(model, job, shard, bar)
+            with open_backend(self.cfg, self.target, dtype, self.device, [job for job, _ in mine]) as backend:
+                if self.rank == 0:
+                    rate = backend.rate()
+                    more = f", and the time to generate {generated:,} tokens" if generated else ""
+                    say(f"capture: {tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}{more}")
+                with progress_bar("capturing", tokens + generated, "tokens", show=self.rank == 0) as bar:
+                    for job, shard in mine:
+                        self.shard(backend, job, shard, bar)
 
-    def shard(self, model: PreTrainedModel, job: Job, shard: int, bar: Bar) -> None:
+    def shard(self, backend: Backend, job: Job, shard: int, bar: Bar) -> None:
         """Capture one shard and log it."""
         started = time.monotonic()
         bar.update(0, note=job.name)
+        expected = bar.units + job.tokens(shard) + job.generated(shard)
         rows = list(read_rows(job.rows_file, job.rows(shard)))
-        if job.task is not None:
-            expected = bar.units + job.tokens(shard) + job.generated(shard)
-            rows = self._transcripts(model, job.task, rows, bar)
-            # A transcript may end before its limit: what was announced for it counts as done.
-            bar.update(expected - bar.units - sum(len(r.input_ids) for r in rows))
         tokens = mismatched = compared = 0
-        with (
-            ShardWriter(job.path, shard, job.spec) as writer,
-            HiddenStates(model, job.spec.layer_ids, DTYPES[job.spec.dtype], job.spec.logsumexp) as states,
-        ):
-            for sequence in _sequences(states, rows, self.cfg.capture.batch_tokens, bar):
+        with ShardWriter(job.path, shard, job.spec) as writer:
+            for sequence in backend.sequences(job, rows, bar.update):
                 writer.add(sequence)
                 tokens += sequence.n_tokens
                 if job.task is not None:
                     known = sequence.target_argmax[:-1] >= 0
                     compared += int(known.sum())
                     mismatched += int((sequence.target_argmax[:-1] != sequence.input_ids[1:])[known].sum())
+        bar.update(expected - bar.units)  # a transcript may end before its limit: what was announced counts as done
         line = {"store": job.name, "shard": shard, "tokens": tokens, "seconds": round(time.monotonic() - started, 3)}
         append_line(self.log, json.dumps(line | {"mismatched": mismatched, "compared": compared}))
-
-    def _transcripts(self, model: PreTrainedModel, task: TaskConfig, prompts: list[Row], bar: Bar) -> list[Row]:
-        target = self.cfg.target
-        tokenizer = load_tokenizer(self.target, target.chat_template, target.trust_remote_code)
-        ends = Template(tokenizer, stop_ids(self.target, tokenizer), target.chat_template_args).ends
-        return continue_greedily(model, prompts, task.new_tokens, sorted(ends), bar.update)
-
-
-@torch.inference_mode()
-def _probe(model: PreTrainedModel, batch_tokens: int) -> float:
-    """Tokens a second of the forward pass, measured on noise: one pass to warm up, one to time."""
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, min(batch_tokens, PROBE_TOKENS)), device=model.device)
-    for _ in range(2):
-        started = time.monotonic()
-        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
-    return ids.numel() / (time.monotonic() - started)
-
-
-def _sequences(states: HiddenStates, rows: list[Row], batch_tokens: int, bar: Bar) -> Iterator[Sequence]:
-    """Sequences of `rows`, in order, though computed in batches of like lengths."""
-    lengths = [len(r.input_ids) for r in rows]
-    for window in windows(lengths, batch_tokens):
-        found: dict[int, Sequence] = {}
-        for batch in by_length([lengths[i] for i in window], batch_tokens):
-            numbers = [window[i] for i in batch]
-            found |= dict(zip(numbers, states([rows[i] for i in numbers]), strict=True))
-            bar.update(sum(lengths[i] for i in numbers))
-        yield from (found[i] for i in window)
 
 
 def _summary(log: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Sources to conversations to token ids and loss masks."""
 
 from .prepare import prepare, read_report
+from .regenerate import regenerate
 from .rows import Row, read_lengths, read_rows
 from .template import Template
 
-__all__ = ["Row", "Template", "prepare", "read_lengths", "read_report", "read_rows"]
+__all__ = ["Row", "Template", "prepare", "read_lengths", "read_report", "read_rows", "regenerate"]

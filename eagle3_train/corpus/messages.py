@@ -60,7 +60,7 @@ def conversation_of(record: dict[str, Any], source: str) -> Conversation:
     else:
         found = Conversation("", "", source, clean(turns_of(record)))
     identifier = str(next((record[k] for k in ID_KEYS if record.get(k) not in (None, "")), digest(found)))
-    group = PART.sub("", identifier) if "conversations" in record else identifier
+    group = str(record.get("split_group") or (PART.sub("", identifier) if "conversations" in record else identifier))
     return replace(found, sample_id=f"{source}/{identifier}", group=f"{source}/{group}")
 
 

@@ -50,20 +50,8 @@ class Eagle1(OnTarget):
         self.layers = nn.ModuleList([DecoderLayer(self.dims, input_norm=False)])
         self.rotary = Rotary(rope_inverse_frequencies(target.config, self.dims.head_dim))
         self.frozen_parameters += self.target_rows.numel()
-        self.randomise()
-        if cfg.init_layer == "target":
-            self._start_from_target_layer(target.last_layer)
-
-    def _start_from_target_layer(self, weights: dict[str, Tensor]) -> None:
-        """The target's last layer, less its input norm; `fc` passes the feature through and reads no embedding."""
-        hidden = self.dims.hidden
-        self.layer.start_from(weights)
-        with torch.no_grad():
-            self.fc.weight.zero_()
-            self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
-            if self.fuse is not None:
-                self.fuse.weight.zero_()
-                self.fuse.weight[:, -hidden:].copy_(torch.eye(hidden))
+        # Linear maps start as torch makes them, as in the official code. The target's last layer would be no start: it
+        # reads and adds to states before the final norm, which are an order of magnitude wider than the features.
 
     @property
     def layer(self) -> DecoderLayer:

@@ -69,7 +69,8 @@ class Eagle3(Draft):
         self.dims = dims = whole.resized(options.hidden_size, options.intermediate_size)
         self.n_layers, self.hidden_size = n_inputs + 1, whole.hidden
         resized = dims.hidden != whole.hidden
-        self.embed_proj = nn.Linear(whole.hidden, dims.hidden, bias=False) if resized else None
+        embedded = target.embed_tokens.shape[1]  # a published head of another width brings its own embedding
+        self.embed_proj = nn.Linear(embedded, dims.hidden, bias=False) if embedded != dims.hidden else None
         self.input_norm = RMSNorm(n_inputs * whole.hidden, dims.eps) if options.norm_before_fc else None
         norms = (RMSNorm(whole.hidden, dims.eps) for _ in range(n_inputs))
         self.fc_norm = nn.ModuleList(norms) if options.fc_norm else None

@@ -144,9 +144,10 @@ class MTP(OnTarget):
         """The next module over the paths to m nodes, `tokens` [m] their ends; h [m, H] at the last position."""
         state.paths = torch.cat((state.paths[parents], tokens[:, None]), 1)
         m, i = state.paths.shape
-        hidden = torch.cat((state.edges[i].expand(m, 1, -1), state.rows[parents]), 1)
-        at = torch.arange(len(state.ids) - i, len(state.ids), device=tokens.device)
-        state.rows = self._run(i, state.caches[i], state.paths, hidden, at, keep=False)
+        hidden = torch.cat((state.edges[i].expand(m, -1, -1), state.rows[parents]), 1)
+        n = hidden.shape[1]  # i, or all positions of a text that is shorter
+        at = torch.arange(len(state.ids) - n, len(state.ids), device=tokens.device)
+        state.rows = self._run(i, state.caches[i], state.paths[:, -n:], hidden, at, keep=False)
         return state.rows[:, -1]
 
     def _run(self, i: int, cache: DraftState, ids: Tensor, hidden: Tensor, at: Tensor, keep: bool = True) -> Tensor:

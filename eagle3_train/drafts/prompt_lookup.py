@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,14 +49,12 @@ class PromptLookup(Draft):
     """N-gram lookup in the prompt and the generated text."""
 
     reads = slice(0, 0)
-    steps: int
 
     def __init__(self, cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> None:
         super().__init__()
         self.steps, self.max_ngram = cfg.steps, cfg.prompt_lookup.max_ngram
         self.n_layers, self.hidden_size = n_inputs + 1, int(target.config["hidden_size"])
-        self.vocab = vocab
-        self.vocab_size = len(target.embed_tokens)
+        self.vocab = DraftVocab(np.arange(vocab.target_size), vocab.target_size, coverage=1.0)
         self.frozen_parameters = 0
 
     def forward(self, batch: DraftBatch, loss: StepLoss) -> Tensor:
@@ -103,7 +102,7 @@ class PromptLookup(Draft):
 
     def _point(self, token: int, like: Tensor) -> Tensor:
         """[V] logits of a point mass."""
-        logits = torch.full((self.vocab_size,), -torch.inf, device=like.device)
+        logits = torch.full((self.vocab.target_size,), -torch.inf, device=like.device)
         logits[token] = 0.0
         return logits
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from eagle3_train.console import say
 from eagle3_train.drafts import DraftBatch, Eagle3
-from eagle3_train.export.layout import HeadSource
-from eagle3_train.export.read import EMBEDDING, read_published
+from eagle3_train.export.layout import EMBEDDING, HeadSource, engine_weights
+from eagle3_train.export.read import read_published
 
 PEER_PYTHON = "EAGLE3_SPECULATORS_PYTHON"
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
@@ -57,10 +57,8 @@ def check_round_trip(source: HeadSource, folder: Path, dtype: torch.dtype) -> No
     """RuntimeError where a tensor, the vocabulary or the layer ids came back changed."""
     published = read_published(folder)
     head = source.head
-    wanted = {name: t.to("cpu", dtype) for name, t in head.state_dict().items()}
-    found = dict(published.weights)
-    wanted[EMBEDDING] = head.embed_tokens.to("cpu", dtype)
-    found[EMBEDDING] = published.embedding(head.embed_tokens)
+    wanted = {name: t.to("cpu", dtype) for name, t in engine_weights(head).items()}
+    found = published.weights | {EMBEDDING: published.embed_tokens}
     changed = [n for n in wanted.keys() | found.keys() if not _equal(wanted.get(n), found.get(n))]
     if not np.array_equal(published.vocab_ids(source.vocab_size), head.vocab.ids):
         changed.append("the draft vocabulary")
@@ -122,17 +120,19 @@ def _difference(source: HeadSource, dtype: torch.dtype, theirs: Tensor) -> float
     return max(float((a - b[: len(a)]).abs().max() / a.abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-class _Rows:
-    """An objective that keeps the normed rows of each step."""
+class _Logits:
+    """An objective that keeps the logits of each step."""
 
     def __init__(self) -> None:
-        self.rows: list[Tensor] = []
+        self.logits: list[Tensor] = []
 
     def select(self, kept: Tensor) -> None:
         return None
 
-    def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
-        self.rows.append(F.linear(hidden, lm_head))
+    def steps(
+        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
+    ) -> Tensor:
+        self.logits = list(F.linear(hidden, lm_head).split(rows_by_step))
         return hidden.new_zeros(())
 
 
@@ -141,6 +141,6 @@ def our_logits(head: Eagle3, dtype: torch.dtype, ids: Tensor, hidden: Tensor) ->
     """Logits [T - 2 - i, D] of each step i, teacher-forced on one document, in fp32 from weights rounded to `dtype`."""
     rounded = copy.deepcopy(head).to("cpu").to(dtype).float()
     batch = DraftBatch(ids, hidden, torch.full_like(ids, -1), np.ones(len(ids), bool), [0, len(ids)])
-    kept = _Rows()
+    kept = _Logits()
     rounded(batch, kept)
-    return kept.rows
+    return kept.logits

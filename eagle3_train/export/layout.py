@@ -16,6 +16,7 @@ from eagle3_train.drafts import Eagle3
 
 FORMATS = ("speculators", "eagle")
 SPECULATORS_VERSION = "0.9.0"  # the release whose reader these files were checked with
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 FIRST_LAYER = {"speculators": "layers.0.", "eagle": "midlayer."}
 
 
@@ -49,13 +50,24 @@ class HeadSource:
 def tensors(source: HeadSource, format: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of the file, on the CPU. `embed_tokens` is written although engines could share the target's: the
     speculators library reads a file without it as zeros."""
-    head = source.head
-    floats = {**head.state_dict(), "embed_tokens.weight": head.embed_tokens}
-    out = {_renamed(name, format): t.detach().to("cpu", dtype).contiguous() for name, t in floats.items()}
+    weights = engine_weights(source.head)
+    out = {_renamed(name, format): t.detach().to("cpu", dtype).contiguous() for name, t in weights.items()}
     if not source.whole_vocabulary:
-        out["d2t"] = torch.from_numpy(head.vocab.d2t.astype("int64"))
-        out["t2d"] = torch.from_numpy(head.vocab.t2d)
+        out["d2t"] = torch.from_numpy(source.head.vocab.d2t.astype("int64"))
+        out["t2d"] = torch.from_numpy(source.head.vocab.t2d)
     return out
+
+
+@torch.no_grad()
+def engine_weights(head: Eagle3) -> dict[str, Tensor]:
+    """The head's parameters and its embedding. No engine knows the projections that a head of another width has around
+    the target's embedding and rows: they are multiplied in."""
+    weights = {**head.state_dict(), EMBEDDING: head.embed_tokens}
+    if head.embed_proj is not None:
+        weights[EMBEDDING] = head.embed_tokens @ weights.pop("embed_proj.weight").T
+    if head.head_proj is not None:
+        weights[LM_HEAD] = weights[LM_HEAD] @ weights.pop("head_proj.weight")
+    return weights
 
 
 def _renamed(name: str, format: str) -> str:
@@ -67,10 +79,10 @@ def configuration(source: HeadSource, format: str, dtype: torch.dtype) -> dict[s
     acceptance (`norm_before_residual`) or a number of inputs that does not fit `fc`."""
     head = source.head
     flags = {
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_residual": head.layer.norm_before_residual,
+        "norm_before_fc": head.input_norm is not None,
+        "fc_norm": head.fc_norm is not None,
+        "norm_output": head.norm_output,
     }
     sizes = {
         "draft_vocab_size": len(head.vocab.ids),

@@ -13,17 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3_train.export.layout import rope_parameters
+from eagle3_train.config import Eagle3Config
+from eagle3_train.export.layout import EMBEDDING, LM_HEAD, rope_parameters
 from eagle3_train.files import read_json
 
 MAPS = ("d2t", "t2d")
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Keys that change what a layer computes. A head that sets one is another head than ours.
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "norm_before_residual": bool,
-    "norm_before_fc": bool,
-    "fc_norm": bool,
-    "norm_output": bool,
     "attention_bias": bool,
     "mlp_bias": bool,
     "hidden_act": lambda v: v != "silu",
@@ -35,6 +32,7 @@ class Published:
     """A head from disk, in our names. H: its hidden size, D its vocabulary, V the target's."""
 
     folder: Path
+    options: Eagle3Config  # what the file says of the kinds that EAGLE-3 heads differ in
     layer: dict[str, Any]  # sizes and rotary embedding of its layer, keys as in a Llama configuration
     layer_ids: tuple[int, ...] | None  # of its inputs, in the convention of docs/store.md; None: the file does not say
     n_inputs: int
@@ -44,7 +42,7 @@ class Published:
 
     def vocab_ids(self, target_size: int) -> np.ndarray:
         """Target ids of the draft vocabulary, int64 [D]. ValueError where they do not fit a target of `target_size`."""
-        size = len(self.weights[HEAD]) if HEAD in self.weights else target_size
+        size = len(self.weights[LM_HEAD]) if LM_HEAD in self.weights else target_size
         if self.d2t is None:
             if size != target_size:
                 raise ValueError(
@@ -57,8 +55,8 @@ class Published:
             raise ValueError(f"{self.folder}: d2t maps {len(ids)} tokens, lm_head has {size} rows: the file is damaged")
         if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= target_size:
             raise ValueError(
-                f"{self.folder}: d2t leads to target ids {ids.min()}..{ids.max()}, {len(np.unique(ids))} of them "
-                f"of {len(ids)}; the target has {target_size}: the head is of another target, or d2t holds ids where "
+                f"{self.folder}: d2t leads to target ids {ids.min()}..{ids.max()}, {len(np.unique(ids))} of {len(ids)} "
+                f"different; the target has {target_size}: the head is of another target, or d2t holds ids where "
                 "offsets belong"
             )
         return ids
@@ -68,10 +66,11 @@ class Published:
         own = self.embed_tokens
         if own is None:
             return target
-        if len(own) < len(target) or own.shape[1] != target.shape[1]:
+        width = self.options.hidden_size or target.shape[1]
+        if len(own) < len(target) or own.shape[1] != width:
             raise ValueError(
-                f"{self.folder}: embed_tokens is {list(own.shape)}, the target's {list(target.shape)}: the head is of "
-                "another target"
+                f"{self.folder}: embed_tokens is {list(own.shape)}, the target has {len(target)} tokens and the head a "
+                f"width of {width}: the head is of another target"
             )
         return own[: len(target)]
 
@@ -89,6 +88,11 @@ def read_published(path: str | Path) -> Published:
         value = config.get(key, layer.get(key))
         if value is not None and unsupported(value):
             raise ValueError(f"{folder}: {key}={value!r} is not supported by our EAGLE-3 head")
+    if layer is not config and "norm_before_residual" not in config:
+        raise ValueError(
+            f"{folder}: config.json does not say norm_before_residual, and its readers disagree (vLLM takes true, the "
+            "speculators library false): add the key as the head was trained"
+        )
     if layer.get("model_type", "llama") not in ("llama", "qwen3"):
         raise ValueError(f"{folder}: a head of model_type {layer['model_type']!r}, and only Llama layers are supported")
     if "hidden_size" not in layer:
@@ -96,10 +100,10 @@ def read_published(path: str | Path) -> Published:
     found = {_our_name(name): t for name, t in _tensors(folder).items()}
     maps = {name: found.pop(name, None) for name in MAPS}
     embedding = found.pop(EMBEDDING, None)
-    if HEAD not in found and config.get("tie_word_embeddings", layer.get("tie_word_embeddings")):
+    if LM_HEAD not in found and config.get("tie_word_embeddings", layer.get("tie_word_embeddings")):
         if embedding is None:
             raise ValueError(f"{folder}: lm_head is tied to embed_tokens, and the file holds neither")
-        found[HEAD] = embedding
+        found[LM_HEAD] = embedding
     if "fc.weight" not in found:
         raise ValueError(f"{folder}: no tensor fc.weight, so it is no EAGLE-3 head")
     hidden, width = found["fc.weight"].shape
@@ -109,11 +113,20 @@ def read_published(path: str | Path) -> Published:
             f"{folder}: fc.weight is {[hidden, width]}, which does not fit hidden_size={layer['hidden_size']} and "
             f"target_hidden_size={target_hidden}"
         )
+    if embedding is None and hidden != target_hidden:
+        raise ValueError(f"{folder}: a head {hidden} wide of a target {target_hidden} wide needs its own embed_tokens")
     ids = _layer_ids(config)
     if ids is not None and len(ids) != width // target_hidden:
         raise ValueError(f"{folder}: {len(ids)} layer ids, but fc.weight takes {width // target_hidden} states")
+    norms: dict[str, Any] = {name: bool(config.get(name, layer.get(name))) for name in NORMS}
     return Published(
         folder=folder,
+        options=Eagle3Config(
+            hidden_size=hidden if hidden != target_hidden else None,
+            intermediate_size=layer.get("intermediate_size"),
+            layers=layer.get("num_hidden_layers", 1),
+            **norms,
+        ),
         layer=_sizes(layer),
         layer_ids=ids,
         n_inputs=width // target_hidden,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts import Draft, DraftVocab, TargetPart, build
-from eagle3_train.export.layout import text_part
-from eagle3_train.export.read import HEAD, Published
+from eagle3_train.export.layout import LM_HEAD, text_part
+from eagle3_train.export.read import Published
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,11 @@ def start_from(
     vocab = DraftVocab(ids, len(part.embed_tokens), float(counts[ids].sum() / max(counts.sum(), 1)))
     embedding = published.embedding(part.embed_tokens)
     own = _Part(config | published.layer, embedding, part.norm_weight, part.lm_head, part.last_layer)
-    head = build(replace(cfg, init_layer="random", init_lm_head="random"), own, vocab, published.n_inputs)
-    weights = {HEAD: part.lm_head} | published.weights
+    options = replace(published.options, lm_head=cfg.eagle3.lm_head)
+    head = build(
+        replace(cfg, init_layer="random", init_lm_head="random", eagle3=options), own, vocab, published.n_inputs
+    )
+    weights = {LM_HEAD: part.lm_head} | published.weights
     _expect_names(published, head, weights)
     head.load_state_dict(weights)
     return head
@@ -64,8 +67,8 @@ def _expect_fit(published: Published, config: dict[str, Any], layer_ids: Sequenc
     eps = config.get("rms_norm_eps", 1e-6)
     if published.layer.get("rms_norm_eps", eps) != eps:
         raise ValueError(
-            f"{published.folder} has rms_norm_eps={published.layer['rms_norm_eps']}, the target {eps}: a head with two "
-            "is not supported"
+            f"{published.folder} has rms_norm_eps={published.layer['rms_norm_eps']}, the target {eps}: two in one head "
+            "are not supported"
         )
 
 

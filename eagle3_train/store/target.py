@@ -28,9 +28,15 @@ class TargetPart:
     last_layer: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last decoder layer, by its own names
 
 
-def write_target_part(path: str | Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+def write_target_part(
+    path: str | Path,
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    tokenizer_files: dict[str, bytes] | None = None,
+) -> None:
     """Write `<path>/target/`. `tensors`: embed_tokens, norm_weight, lm_head (absent or the same tensor where the target
-    ties them: it is stored once), and `last_layer.NAME` for the last decoder layer's."""
+    ties them: it is stored once), and `last_layer.NAME` for the last decoder layer's. `tokenizer_files`: name ->
+    content, so that a store alone says what its token ids spell."""
     if missing := [name for name in REQUIRED if name not in tensors]:
         raise ValueError(f"target part without {', '.join(missing)}")
     unknown = [n for n in tensors if n not in (*REQUIRED, "lm_head") and not n.startswith(LAST_LAYER)]
@@ -43,6 +49,8 @@ def write_target_part(path: str | Path, tensors: dict[str, torch.Tensor], config
         del kept["lm_head"]
     folder = Folder(path).child("target")
     folder.write(TENSORS, safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in kept.items()}))
+    for name, content in (tokenizer_files or {}).items():
+        folder.write(name, content)
     folder.write(CONFIG, (json.dumps(config, indent=1, sort_keys=True) + "\n").encode())
 
 

@@ -25,7 +25,7 @@ from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import make_engine
 from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
-from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store, seed_rank
+from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store, seed_rank, trains
 from eagle3_train.train.step import StepResult, split, train_step
 from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
@@ -67,7 +67,7 @@ def _is_done(cfg: Config) -> bool:
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
     """Global batches of the point's prefix of the store."""
     fixed: dict[str, int | None] = (
-        {"epochs": cfg.train.epochs} if cfg.train.regime == "epochs" else {"steps": cfg.train.steps}
+        {"steps": cfg.train.steps} if cfg.train.regime == "steps" else {"epochs": cfg.train.epochs}
     )
     lengths = store.index.n_tokens[: cfg.data.sequences]
     return BatchPlan(lengths, store.fingerprint, cfg.seed, cfg.train.batch_tokens, **fixed)
@@ -77,7 +77,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     store = open_store(cfg)
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
-    if not head.is_trained:
+    if not trains(cfg, head):
         _without_training(cfg, head, store, plan, world)
         return
     validation = open_validation(cfg, head)
@@ -156,8 +156,8 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                 numbers = measure()
                 tracker.log(scalars(numbers), step=done)
                 tau = numbers.get("tau")
-                is_best = cfg.train.keep_best and tau is not None and tau > highest
-                highest = max(highest, tau if tau is not None else highest)
+                if cfg.train.keep_best and tau is not None and tau > highest:
+                    is_best, highest = True, tau
             is_due = last or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0)
             reason = None if last else stop.reason(world)
             if is_due or is_best or reason:
@@ -217,11 +217,12 @@ def _without_nan(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _without_training(cfg: Config, head: Draft, store: Store, plan: BatchPlan, world: World) -> None:
-    """A head without parameters is a point too: its record says that it has consumed nothing."""
+    """A head as it starts is a point too: its record says that it has consumed nothing."""
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
         write_json(cfg.point_dir / "train.json", _record(cfg, head, store, plan, NOTHING, steps=0))
-        say(f"{cfg.point_name}: draft={cfg.draft.kind} has nothing to train")
+        why = "train.regime=none" if head.is_trained else f"draft={cfg.draft.kind} has nothing to train"
+        say(f"{cfg.point_name}: not trained, {why}")
     world.barrier()
 
 
@@ -258,7 +259,7 @@ def _record(
         "epochs": totals["tokens"] / plan.epoch_tokens,
         "steps": steps,
         "draft_steps": head.steps,
-        "draft_vocab_size": cfg.draft.vocab_size,
+        "draft_vocab_size": len(head.vocab.ids),
         "vocab_coverage": head.vocab.coverage,
         "parameters": head.parameter_counts(),
         "train_flops": totals["flops"],

@@ -44,6 +44,11 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
 
 
+def trains(cfg: Config, head: Draft) -> bool:
+    """Whether a point's head is trained at all, and so has checkpoints."""
+    return head.is_trained and cfg.train.regime != "none"
+
+
 def parameter_counts(cfg: Config) -> dict[str, int]:
     """Parameters of the head that `cfg` describes, by part (see Draft.parameter_counts)."""
     return build_head(cfg, open_store(cfg), torch.device("cpu")).parameter_counts()
@@ -62,7 +67,7 @@ def copy_sharing_buffers(head: Draft) -> Draft:
 def load_head(cfg: Config, device: torch.device) -> Draft:
     """The head of a point, trained: from its newest checkpoint. ValueError where there is none."""
     head = build_head(cfg, open_store(cfg), device)
-    if head.is_trained:
+    if trains(cfg, head):
         found = checkpoint.newest(cfg.point_dir / "checkpoints")
         if found is None:
             raise ValueError(

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from eagle3_train import config
-from eagle3_train.capture import capture, run
+from eagle3_train.capture import capture, hf, run
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
 from eagle3_train.store import Store, read_target_part, shard_name
-from eagle3_train.target import load_target
+from eagle3_train.target import load_target, load_tokenizer
 
 
 def write_chats(path: Path, n: int = 60) -> None:
@@ -135,7 +135,7 @@ def test_workers_and_interruptions_change_no_byte(
     capture(other)
     assert first.stat().st_mtime_ns == written  # not redone
     assert files(other.paths.store) == whole
-    monkeypatch.setattr(run, "load_target", None)  # nothing is left, so nothing is loaded
+    monkeypatch.setattr(run, "open_backend", None)  # nothing is left, so nothing is loaded
     capture(other)
 
 
@@ -179,6 +179,54 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
     assert not Path(cfg.paths.store).exists()
 
 
+def test_a_target_that_does_not_fit_is_spread_to_the_disk_and_changes_no_state(
+    cfg: Config, folder: Path, tiny_target: Path
+) -> None:
+    capture(cfg)
+    spread = study(
+        folder,
+        tiny_target,
+        "study.name=spread",
+        f"paths.corpus={cfg.paths.corpus}",
+        "capture.device_map=auto",
+        "+capture.max_memory.cpu=150KB",
+    )
+    with hf.HfBackend(spread, tiny_target, torch.float32, torch.device("cpu")) as backend:
+        assert set(backend.model.hf_device_map.values()) == {"cpu", "disk"}
+    capture(spread)
+    for part in ("", "/validation", "/transcripts/held"):
+        one, other = Store.open(cfg.paths.store + part), Store.open(spread.paths.store + part)
+        assert one.fingerprint == other.fingerprint
+        for a, b in zip(one.read(range(len(one))), other.read(range(len(other))), strict=True):
+            assert torch.equal(a.hidden, b.hidden)
+            assert a.target_argmax.tolist() == b.target_argmax.tolist()
+
+
+def test_fp8_states_are_scaled_by_the_writer_and_near_the_others(cfg: Config, folder: Path, tiny_target: Path) -> None:
+    capture(cfg)
+    small = study(folder, tiny_target, "study.name=fp8", f"paths.corpus={cfg.paths.corpus}", "store.dtype=fp8")
+    capture(small)
+    one, other = Store.open(cfg.paths.store), Store.open(small.paths.store)
+    for a, b in zip(one.read(range(20)), other.read(range(20)), strict=True):
+        assert ((a.hidden - b.hidden.float()).norm() / a.hidden.norm()) < 0.05
+
+
+def test_a_store_alone_says_what_its_tokens_spell(cfg: Config, tiny_target: Path) -> None:
+    capture(cfg)
+    ids = Store.open(cfg.paths.store)[0].input_ids
+    tokenizer = load_tokenizer(f"{cfg.paths.store}/target")
+    assert tokenizer.decode(ids) == load_tokenizer(tiny_target).decode(ids)
+    assert tokenizer.chat_template == load_tokenizer(tiny_target).chat_template
+
+
+def test_workers_that_start_at_different_times_leave_no_gap(cfg: Config, folder: Path, tiny_target: Path) -> None:
+    first = Path(cfg.paths.store) / shard_name(0, 3)
+    capture(cfg, rank=0, world=2)
+    assert first.is_file()  # so that the other worker finds other shards missing than this one did
+    capture(cfg, rank=1, world=2)
+    assert len(Store.open(cfg.paths.store)) == 20
+
+
 def test_states_that_are_not_finite_name_the_sample(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         model = load_target(*args, **kwargs)
@@ -186,6 +234,6 @@ def test_states_that_are_not_finite_name_the_sample(cfg: Config, monkeypatch: py
             model.model.layers[1].mlp.down_proj.weight[0, 0] = np.nan
         return model
 
-    monkeypatch.setattr(run, "load_target", broken)
+    monkeypatch.setattr(hf, "load_target", broken)
     with pytest.raises(ValueError, match=r"sample 'sharegpt/c\d+_0': states are not finite as fp32"):
         capture(cfg)

@@ -11,17 +11,15 @@ from eagle3_train.config import Eagle1Config
 from eagle3_train.drafts import DraftBatch, Eagle1, supervised_counts
 from eagle3_train.train.losses import Objective
 from tests.drafts.reference import rms_norm, rope, turn_of
-from tests.drafts.tiny import THETA, H, TinyTarget, tiny_batch, tiny_draft, tiny_sequence
+from tests.drafts.tiny import THETA, H, tiny_batch, tiny_draft, tiny_sequence
 
 CPU = torch.device("cpu")
 
 
-def eagle1(steps: int = 3, target: TinyTarget | None = None, init_layer: str = "random", **own) -> Eagle1:
+def eagle1(steps: int = 3, **own) -> Eagle1:
     own = {"noise": 0.0} | own
-    head = tiny_draft("eagle1", steps, target=target, init_layer=init_layer, eagle1=Eagle1Config(**own))
+    head = tiny_draft("eagle1", steps, eagle1=Eagle1Config(**own))
     assert isinstance(head, Eagle1)
-    if head.fc.bias is not None and init_layer == "random":
-        torch.nn.init.normal_(head.fc.bias)
     return head
 
 
@@ -150,12 +148,3 @@ def test_noise_is_uniform_falls_with_the_length_and_is_training_alone() -> None:
     assert head.train()(batch, objective) != head(batch, objective)
     assert torch.equal(head.predict(batch), eagle1(noise=0.0).predict(batch))
     assert head.eval()(batch, objective) == head(batch, objective)
-
-
-def test_target_initialised_layer_is_the_targets_less_its_input_norm() -> None:
-    target = TinyTarget()
-    head = eagle1(target=target, init_layer="target")
-    pair = torch.randn(2, H, dtype=torch.float64)
-    torch.testing.assert_close(head._join(pair[:1], pair[1:]), pair[1:])
-    assert torch.equal(head.layer.self_attn.q_proj.weight.float(), target.last_layer["self_attn.q_proj.weight"])
-    assert "layers.0.input_layernorm.weight" not in dict(head.named_parameters())

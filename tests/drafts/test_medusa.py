@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from eagle3_train.config import MedusaConfig
-from eagle3_train.drafts import Medusa, supervised_counts
+from eagle3_train.config import DraftConfig, MedusaConfig
+from eagle3_train.drafts import DraftVocab, Medusa, build, supervised_counts
 from eagle3_train.train.losses import Objective
 from tests.drafts.reference import rms_norm, turn_of
-from tests.drafts.tiny import tiny_batch, tiny_draft, tiny_sequences
+from tests.drafts.tiny import TinyTarget, V, tiny_batch, tiny_draft, tiny_sequences
 
 
 def medusa(layers: int = 2) -> Medusa:
@@ -50,7 +51,9 @@ def test_loss_and_every_gradient_equal_the_reference() -> None:
 
 
 def test_a_new_head_says_what_the_target_says() -> None:
-    head = medusa()
-    _, logits = head.observe(head.new_state(), torch.tensor([1]), torch.ones(1, 1, 24, dtype=torch.float64))
-    own = head.target_rows @ rms_norm(torch.ones(24, dtype=torch.float64), head.target_norm, 1e-5)
+    head = build(DraftConfig(kind="medusa", steps=3), TinyTarget(), DraftVocab(np.arange(9), V, 0.5), n_inputs=3)
+    assert isinstance(head, Medusa)
+    final = torch.linspace(-1, 2, 24)
+    _, logits = head.observe(head.new_state(), torch.tensor([1]), final.view(1, 1, -1))
+    own = head.target_rows @ rms_norm(final, head.target_norm, 1e-5)
     torch.testing.assert_close(logits, own)

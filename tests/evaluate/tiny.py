@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, build
+from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, StepLoss, build
 from eagle3_train.store import Sequence, ShardWriter, StoreSpec, finalize
 from tests.heads import LAYER_IDS, VOCAB, tiny_target
 
@@ -96,7 +96,7 @@ def tiny_part() -> TinyPart:
     )
 
 
-class _HardLoss:
+class _HardLoss(StepLoss):
     """Cross-entropy against the target's distribution, summed: enough to fit a few transcripts."""
 
     def select(self, kept: Tensor) -> None:
@@ -104,6 +104,11 @@ class _HardLoss:
 
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ lm_head.T, targets[target_rows], reduction="sum")
+
+    def steps(
+        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
+    ) -> Tensor:
+        return self(0, hidden, lm_head, targets, target_rows)
 
     def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
         return F.smooth_l1_loss(hidden, features, reduction="sum") / hidden.shape[1]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3_train.config import DraftConfig
+from eagle3_train.config import DraftConfig, Eagle3Config
 from eagle3_train.drafts import DraftVocab, Eagle3, build
 from eagle3_train.export import HeadSource
 from tests.drafts.tiny import TinyTarget
@@ -45,6 +45,7 @@ def make_source(
     ids: list[int] | None = None,
     layer_ids: tuple[int, ...] = (2, 6, 9),
     name: str = "org/tiny",
+    options: Eagle3Config | None = None,
     **draft: Any,
 ) -> HeadSource:
     """A random head with all its norms off 1. `ids`: target ids of its vocabulary."""
@@ -52,6 +53,7 @@ def make_source(
     torch.manual_seed(3)
     vocab = DraftVocab(np.array(ids or [0, 2, 3, 5, 8, 9, 11, 14, 17, 18, 20, 21, 26]), len(target.embed_tokens), 0.5)
     draft = {"steps": 3, "init_layer": "random", "init_lm_head": "random"} | draft
+    draft["eagle3"] = options or Eagle3Config()
     head = build(DraftConfig(**draft), target, vocab, n_inputs=len(layer_ids))
     assert isinstance(head, Eagle3)
     with torch.no_grad():

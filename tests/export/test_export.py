@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3_train.config import Eagle3Config
 from eagle3_train.export import check_export, export_head, read_published
-from eagle3_train.export.check import check_round_trip
+from eagle3_train.export.check import check_round_trip, our_logits
 from tests.export.heads import Target, make_source, rebuilt, same_weights
 
 FORMATS = ("speculators", "eagle")
@@ -30,6 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide heads": {"target": Target(n_heads=6, n_kv=3, head_dim=8)},
     "two inputs": {"layer_ids": (1, 9)},
     "four inputs": {"layer_ids": (0, 3, 6, 11)},
+    "all inputs normed": {"options": Eagle3Config(norm_before_fc=True, norm_before_residual=True)},
+    "EAGLE-3.1": {"options": Eagle3Config(fc_norm=True, norm_output=True)},
+    "another MLP": {"options": Eagle3Config(intermediate_size=16)},
 }
 
 
@@ -41,6 +45,33 @@ def test_an_exported_head_comes_back_bit_for_bit(shape: str, format: str, tmp_pa
     check_round_trip(source, folder, FP32)
     target = SHAPES[shape].get("target", Target())
     assert same_weights(rebuilt(source, folder, target, source.layer_ids), source.head)
+
+
+def test_two_layers_have_no_eagle_format(tmp_path: Path) -> None:
+    source = make_source(options=Eagle3Config(layers=2))
+    folder = export_head(source, tmp_path / "head", "speculators", FP32)
+    assert same_weights(rebuilt(source, folder, Target()), source.head)
+    assert read_config(folder)["transformer_layer_config"]["num_hidden_layers"] == 2
+    with pytest.raises(ValueError, match=r"one layer, the head has 2: use export\.format=speculators"):
+        export_head(source, tmp_path / "other", "eagle", FP32)
+
+
+@pytest.mark.parametrize("init_lm_head", ["target", "random"])
+@pytest.mark.parametrize("width", [12, 30])
+def test_a_head_of_another_width_has_its_projections_multiplied_in(
+    width: int, init_lm_head: str, tmp_path: Path
+) -> None:
+    source = make_source(options=Eagle3Config(hidden_size=width), init_lm_head=init_lm_head)
+    folder = export_head(source, tmp_path / "head", "speculators", FP32)
+    check_round_trip(source, folder, FP32)
+    config = read_config(folder)
+    assert config["target_hidden_size"] == 24
+    assert config["transformer_layer_config"]["hidden_size"] == width
+    back = rebuilt(source, folder, Target())
+    assert back.embed_tokens.shape == (29, width)
+    ids, hidden = torch.arange(29), torch.randn(29, 4, 24, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(*(our_logits(head, FP32, ids, hidden) for head in (source.head, back)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_the_speculators_configuration_says_everything_that_vllm_reads(tmp_path: Path) -> None:

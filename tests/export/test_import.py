@@ -36,7 +36,7 @@ def eagle(tmp_path: Path) -> Path:
 
 
 def test_a_head_as_the_first_ones_were_published(eagle: Path) -> None:
-    """PyTorch's own file, no layer ids, no embedding, a `model.` prefix, old rotary keys, no sizes with defaults."""
+    """PyTorch's own file, no layer ids, no embedding, a `model.` prefix, old rotary keys, no optional sizes."""
     tensors = load_file(eagle / "model.safetensors")
     del tensors["embed_tokens.weight"]
     renamed = {f"model.{k}" if k.startswith(("midlayer", "fc", "norm")) else k: t for k, t in tensors.items()}
@@ -99,7 +99,7 @@ def added(name: str) -> Callable[[Tensors], Tensors]:
         (without("d2t"), {}, r"lm_head has 13 rows, the target's vocabulary 29, and no d2t"),
         (changed("d2t", lambda t: t + 20), {}, r"d2t leads to target ids .* the target has 29"),
         (changed("d2t", lambda t: t[:-1]), {}, "d2t maps 12 tokens, lm_head has 13"),
-        (changed("embed_tokens.weight", lambda t: t[:20]), {}, r"embed_tokens is \[20, 24\], the target's \[29, 24\]"),
+        (changed("embed_tokens.weight", lambda t: t[:20]), {}, r"embed_tokens is \[20, 24\], the target has 29 tokens"),
         (changed("fc.weight", lambda t: t[:, :-1]), {}, r"fc\.weight is \[24, 71\]"),
         (changed("fc.weight", lambda t: t[:, :48]), {}, "3 layer ids, but fc.weight takes 2 states"),
         (without("fc.weight"), {}, "no EAGLE-3 head"),
@@ -117,6 +117,13 @@ def test_what_does_not_fit_is_named(
     rewrite(eagle, tensors, **config)
     with pytest.raises(ValueError, match=words):
         rebuilt(make_source(), eagle, Target())
+
+
+def test_readers_that_disagree_about_a_missing_key_are_not_guessed_between(tmp_path: Path) -> None:
+    folder = export_head(make_source(), tmp_path / "head", "speculators", torch.float32)
+    rewrite(folder, norm_before_residual=None)
+    with pytest.raises(ValueError, match="does not say norm_before_residual"):
+        read_published(folder)
 
 
 def test_a_folder_that_is_no_head_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from eagle3_train.config import Eagle3Config
 from eagle3_train.export import export_head
 from eagle3_train.export.check import TOLERANCE, compare_with_peer, peer_python
 from tests.export.heads import Target, make_source
@@ -26,6 +27,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "padded target vocabulary": {"target": Target(vocab=64)},
     "two inputs": {"layer_ids": (1, 9)},
     "four inputs, wide heads": {"layer_ids": (0, 3, 6, 11), "target": Target(n_heads=6, n_kv=3, head_dim=8)},
+    "two layers": {"options": Eagle3Config(layers=2)},
+    "all inputs normed": {"options": Eagle3Config(norm_before_fc=True, norm_before_residual=True)},
+    "EAGLE-3.1": {"options": Eagle3Config(fc_norm=True, norm_output=True)},
     "another order of layers": {},
 }
 
@@ -43,7 +47,7 @@ def write_verifier(folder: Path, target: Target) -> str:
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """By shape; the library starts once. The last head is not the exported one: columns of `fc` in another order."""
     exports = []
-    for _name, shape in SHAPES.items():
+    for shape in SHAPES.values():
         verifier = write_verifier(tmp_path_factory.mktemp("target"), shape.get("target", Target()))
         source = make_source(**shape, name=verifier)
         exports.append((source, export_head(source, tmp_path_factory.mktemp("h") / "head", "speculators", FP32)))

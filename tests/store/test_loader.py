@@ -79,7 +79,7 @@ import torch
 from eagle3_train.store import BatchPlan, Loader, Store
 torch.set_num_threads(1)
 store = Store.open(sys.argv[1])
-plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 512, epochs=10)
+plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 256, epochs=10)
 def rss_mib():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
 for row in (0, 1): store[row]
@@ -95,13 +95,14 @@ print(store.manifest.bytes / 2**20, *peaks)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_stays_small_while_a_large_store_is_read_ten_times(tmp_path: Path) -> None:
-    make_store(tmp_path, max_tokens=300, hidden_size=256, n_rows=400, n_shards=4, row_group_mib=8)
+    make_store(tmp_path, max_tokens=200, hidden_size=512, n_rows=1200, n_shards=4, row_group_mib=8)
     run = subprocess.run(
         [sys.executable, "-c", READ_TEN_EPOCHS, str(tmp_path)], check=True, capture_output=True, text=True
     )
     size, *peaks = map(float, run.stdout.split())
-    assert size > 100
     assert len(peaks) == 10
-    # A batch of 512 tokens is 1 MiB; five are alive at most, and the allocator keeps some that were freed.
-    assert max(peaks) < size / 3
+    # A batch of 256 tokens is 1 MiB; five are alive at most, and the allocator keeps some that were freed.
+    cap = 45.0  # MiB above what the process has before it reads
+    assert size > 10 * cap
+    assert max(peaks) < cap
     assert max(peaks[5:]) < max(peaks[:5]) * 1.2 + 5

@@ -52,7 +52,7 @@ def test_a_study_does_everything_once(bench: Bench) -> None:
     assert out.splitlines()[-3:] == [f"summary of {', '.join(NAMES)}", "", f"Report: {bench.study}/report/report.html"]
     assert config.load(bench.study / "study.yaml").study.axes == {"data.scale": [1, 2], "seed": [0]}
 
-    out = bench.run(*TWO, "train.log_every=3", "tracker=tensorboard")  # what does not define a result
+    out = bench.run(*TWO, "train.log_every=3", "tracker.project=other")  # what does not define a result
     assert "2 points, 2 done" in out
     assert bench.calls() == ["prepare", "capture 0/1", *trained, "report", "report"]
 
@@ -191,14 +191,14 @@ def test_a_dry_run_does_nothing(bench: Bench) -> None:
 
 
 def test_status_follows_a_running_point(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    process = bench.start(*TWO, FAKE_SECONDS="5")
+    process = bench.start(*TWO, FAKE_SECONDS="30")
     wait_until(lambda: len(steps(bench, NAMES[0])) >= 3)
     seen = states(bench)
     assert list(seen) == ["prepare", "capture", *NAMES]
     running = seen[NAMES[0]]
     assert (running.state, running.steps, running.tokens_per_s) == ("running", 10, 100.0)
     assert running.step
-    assert running.seconds_left == pytest.approx((10 - running.step) * 0.5, rel=0.5)
+    assert running.seconds_left == pytest.approx((10 - running.step) * 3.0, rel=0.5)
     assert seen[NAMES[1]].state == "queued"
     status.show(bench.study)
     assert "2 done, 1 running, 1 queued" in capsys.readouterr().out
