@@ -42,7 +42,9 @@ class Dims:
         ValueError where the width is no multiple of the head dim.
         """
         if hidden is None or hidden == self.hidden:
-            return Dims(self.hidden, self.n_heads, self.n_kv, self.head_dim, intermediate or self.intermediate, self.eps)
+            return Dims(
+                self.hidden, self.n_heads, self.n_kv, self.head_dim, intermediate or self.intermediate, self.eps
+            )
         if hidden % self.head_dim:
             raise ValueError(
                 f"draft.eagle3.hidden_size={hidden} is no multiple of the target's head dim {self.head_dim}"

@@ -53,10 +53,12 @@ class Reference:
         if self.options.fc_norm:
             states = torch.stack([self._norm(f"fc_norm.{n}.weight", x) for n, x in enumerate(states)])
         joined = states.flatten()
-        return self.p["fc.weight"] @ (self._norm("input_norm.weight", joined) if self.options.norm_before_fc else joined)
+        return self.p["fc.weight"] @ (
+            self._norm("input_norm.weight", joined) if self.options.norm_before_fc else joined
+        )
 
     def steps(self, ids: Tensor, hidden: Tensor, mask: np.ndarray) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        """{(t, i): (what the next step takes in, logits)} of one document, for every anchor with x_{t+1+i} inside it."""
+        """{(t, i): (what the next step takes in, logits)} of a document, for every anchor with x_{t+1+i} inside it."""
         d, p = self.head.dims, self.p
         length = len(ids)
         state = {t: self._fused(hidden[t, :-1]) for t in range(length)}
