@@ -9,9 +9,9 @@ L compares p, the target's distribution restricted to the draft vocabulary and r
 | tv | 1/2 sum_v abs(p - q) | q (g - sum q g) |
 | hard_ce | -log q at p's most likely token | q - onehot |
 
-with g = 1/2 sign(q - p). 1 - tv is the chance that sampling accepts a drafted token (Leviathan et al. 2023). Dividing by
-the *global* count makes the loss independent of packing, accumulation and world size. Cross-entropies by step are kept
-for the log whatever the objective is.
+with g = 1/2 sign(q - p). 1 - tv is the chance that sampling accepts a drafted token (Leviathan et al. 2023). Division
+by the *global* count makes the loss independent of packing, accumulation and world size. Cross-entropies by step are
+kept for the log whatever the objective is.
 """
 
 from __future__ import annotations
