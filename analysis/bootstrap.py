@@ -67,21 +67,33 @@ class Counts:
         return out
 
 
+WITHIN, AROUND = "seeds within points", "scatter around a straight line"
+CHI2_MEDIAN = 0.4549  # of one degree of freedom
+
+
 @dataclass(frozen=True)
 class SeedVariance:
     """Run-to-run variance of log L at fixed data: `total` as seen within points, of which `prompt` is prompt noise.
 
-    `freedom`: degrees of freedom of `total`; 0 where it could not be estimated. `source` says from what.
+    `typical` is the total from the median of squared deviations, which one bad run does not stretch: it says what is an
+    outlier. `freedom`: degrees of freedom of `total`; 0 where it could not be estimated. `source` says from what.
     """
 
     total: float
     prompt: float
+    typical: float
     freedom: int
     source: str
 
     @property
     def seed(self) -> float:
+        """The part that is not prompt noise."""
         return max(0.0, self.total - self.prompt)
+
+    @property
+    def typical_seed(self) -> float:
+        """The same of the typical variance."""
+        return max(0.0, self.typical - self.prompt)
 
 
 def _within(log_loss: Array, cell: NDArray[np.int64]) -> tuple[Array, int]:
@@ -109,19 +121,24 @@ def seed_variance(log_loss: Array, replicates: Array | None, cell: NDArray[np.in
     numbers the points (runs that differ in seed alone); `doublings` [n] = log2 x, used where no point has two seeds:
     then the scatter around a straight line stands in for the seeds (with at least four runs).
     """
-    deviations, freedom = _within(log_loss, cell)
-    source, estimator = "seeds within points", _within
+
+    def deviate(values: Array) -> tuple[Array, int]:
+        return around_line(values, doublings) if source == AROUND else _within(values, cell)
+
+    source = WITHIN
+    deviations, freedom = deviate(log_loss)
     if freedom == 0:
         if len(log_loss) < 4 or len(np.unique(doublings)) < 3:
-            return SeedVariance(0.0, 0.0, 0, "none: one seed a point and too few points")
-        deviations, freedom = around_line(log_loss, doublings)
-        source = "scatter around a straight line (one seed a point)"
+            return SeedVariance(0.0, 0.0, 0.0, 0, "one seed a point and too few points")
+        source = AROUND
+        deviations, freedom = deviate(log_loss)
     total = float((deviations**2).sum() / freedom)
+    squares = deviations[deviations != 0] ** 2  # a point with one seed tells nothing
+    typical = float(np.median(squares) * len(squares) / freedom / CHI2_MEDIAN) if len(squares) else 0.0
     if replicates is None:
-        return SeedVariance(total, 0.0, freedom, source)
-    centred = replicates - replicates.mean(0)
-    noise = estimator(centred, cell)[0] if source.startswith("seeds") else around_line(centred, doublings)[0]
-    return SeedVariance(total, float((noise**2).sum(-1).mean() / freedom), freedom, source)
+        return SeedVariance(total, 0.0, typical, freedom, source)
+    noise, _ = deviate(replicates - replicates.mean(0))
+    return SeedVariance(total, float((noise**2).sum(-1).mean() / freedom), typical, freedom, source)
 
 
 def draw_seeds(variance: SeedVariance, shape: tuple[int, int], rng: np.random.Generator) -> Array:
@@ -142,7 +159,7 @@ def resample_runs(
     Where seeds were estimated within points, a run's value is its point's mean over seeds plus a drawn seed deviation.
     """
     out = prompt_log_loss.copy()
-    if variance.source.startswith("seeds"):
+    if variance.source == WITHIN:
         deviations, _ = _within(out, cell)
         out -= deviations
     return out + draw_seeds(variance, (len(out), out.shape[1]), rng)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from analysis.bootstrap import WITHIN
 from analysis.study import Series
 from analysis.table import Table
 
@@ -27,7 +28,7 @@ def cautions(table: Table, series: Iterable[Series]) -> list[str]:
             out.append(
                 f"{s.label}: seed variation is not known ({tau.seeds.source}): intervals hold prompt noise alone"
             )
-        elif tau is not None and not tau.seeds.source.startswith("seeds"):
+        elif tau is not None and tau.seeds.source != WITHIN:
             out.append(f"{s.label}: one seed a point: seed variation was estimated from the {tau.seeds.source}")
         for name, fitted in s.fits.items():
             best = fitted.best
@@ -35,7 +36,7 @@ def cautions(table: Table, series: Iterable[Series]) -> list[str]:
                 points = table.runs.loc[s.runs, "point"].to_numpy()
                 marked = ", ".join(points[best.outliers]) if len(points) == len(best.outliers) else "runs"
                 out.append(
-                    f"{s.label}, {name}: {marked} lies far from the curve; it is kept at Huber's weight and marked"
+                    f"{s.label}, {name}: {marked} lies too far from the fit of the others; it is kept and marked"
                 )
     for column, what, but in (
         ("store_fingerprint", "trained on different stores", "their data axes may not be comparable"),

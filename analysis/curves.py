@@ -51,7 +51,7 @@ def acceptance(analysis: Analysis) -> Picture | None:
         title="Acceptance against training data",
         caption=(
             f"{many} the chosen form with its 95 % band ({analysis.method}); dashed and lighter beyond the data. "
-            "Below, residuals of the runs in their standard errors; a ring marks an outlier, which stays in the fit."
+            "Below, residuals of the runs in their standard errors; a ring marks an outlier, which stays in."
         ),
         alt=" ".join(_alt(s, s.fits["tau"]) for s in shown),
         data=pd.concat([_numbers(analysis, s, s.fits["tau"]) for s in shown], ignore_index=True),
@@ -141,8 +141,9 @@ def alphas(analysis: Analysis) -> Picture | None:
 
 
 def extrapolation(analysis: Analysis) -> Picture | None:
-    """What each form of tau says beyond the data: a row a form, a panel a multiple, the first series with a choice."""
-    s = next((s for s in analysis.series if "tau" in s.fits and s.fits["tau"].selection is not None), None)
+    """What each form of tau says beyond the data: a row a form, a panel a multiple, for the series that gains most."""
+    able = [s for s in analysis.series if "tau" in s.fits and s.fits["tau"].selection is not None]
+    s = max(able, key=_gain, default=None)
     multiples = [] if s is None else [m for m in EXTRAPOLATE if m > max(s.scales)]
     if s is None or not multiples:
         return None
@@ -193,6 +194,12 @@ def extrapolation(analysis: Analysis) -> Picture | None:
         data=table,
         draw=draw,
     )
+
+
+def _gain(s: Series) -> float:
+    """Gain of tau per doubling."""
+    gain = s.fits["tau"].gain
+    return 0.0 if gain is None else gain.value
 
 
 def _draw_quantity(

@@ -14,13 +14,13 @@ FEW = 2  # series that are told one by one; of more, the best and the worst
 def headline(analysis: Analysis) -> str:
     """The answer: a sentence a series, or of many series who gains most and least."""
     answered = [(s, s.fits["tau"].gain) for s in analysis.series if "tau" in s.fits]
-    gains = [(s.label, g) for s, g in answered if g is not None]
+    gains = [(s, g) for s, g in answered if g is not None]
     if not gains:
         return "There is no answer yet: no series has tau at two data scales or more."
+    gains.sort(key=lambda pair: -pair[1].value)
     if len(gains) <= FEW:
-        return " ".join(filter(None, map(_series_answer, analysis.series)))
-    ordered = sorted(gains, key=lambda pair: -pair[1].value)
-    most, least = (f"{label} ({_gain(g)})" for label, g in (ordered[0], ordered[-1]))
+        return " ".join(_series_answer(s) for s, _ in gains)
+    most, least = (f"{s.label} ({_gain(g)})" for s, g in (gains[0], gains[-1]))
     adds = "doubling the training data adds most tokens a target forward"
     return f"Of {len(gains)} series, {adds} to {most}, least to {least}."
 

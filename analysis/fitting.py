@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import f as f_distribution
+from scipy.stats import t as t_distribution
 
 from analysis.forms import Array, Form
 from analysis.quantities import Quantity
@@ -16,7 +17,7 @@ from analysis.solver import HUBER, refine, solve, solve_many_starts
 
 CONVERGED, AT_BOUND, UNDER_IDENTIFIED, FAILED = "converged", "at bound", "under-identified", "failed"
 LEVEL = 0.95
-OUTLIER = 3.5  # standard errors from the curve, beyond which a run is marked; it stays in the fit, at Huber's weight
+OUTLIER = 0.01  # probability that a fit without outliers has a run marked as one
 PROFILE_POINTS = 41
 
 
@@ -90,6 +91,7 @@ class FitResult:
     """A fitted form. Numbers of an under-identified fit are to be read with `messages`, never alone.
 
     `theta` [p] in the order of `form.names`; `draws` [R, p] bootstrap replicates; `covariance` [p, p] of the draws.
+    `outliers` [n]: runs that a fit of the others does not expect; they stay in the fit.
     `held_out`: predicted minus measured mean at the largest scale, fitted on the others; `leave_one_out`: root mean
     square of the same over every scale left out; both in the quantity's unit. `aicc` from the robust objective.
     """
@@ -100,6 +102,7 @@ class FitResult:
     status: str
     messages: list[str]
     objective: float
+    outliers: NDArray[np.bool_]
     parameters: dict[str, Estimate] = field(default_factory=dict)
     draws: Array | None = None
     covariance: Array | None = None
@@ -120,10 +123,6 @@ class FitResult:
     def residuals(self) -> Array:
         """Standardised residuals of log loss [n]: (measured - fitted) / standard error."""
         return (self.data.log_loss - np.log(self.form.loss(self.theta, self.data.inputs))) / self.data.sigma
-
-    @property
-    def outliers(self) -> NDArray[np.bool_]:
-        return np.abs(self.residuals) > OUTLIER
 
     def curve(self, inputs: Array) -> Array:
         """The quantity at relative `inputs` [m, d] -> [m]."""
@@ -193,6 +192,7 @@ def fit(form: Form, data: Data, delta: float = HUBER, profiles: bool = True) -> 
         status=status,
         messages=messages,
         objective=cost,
+        outliers=_outliers(form, data, delta),
         parameters=parameters,
         draws=draws,
         covariance=None if draws is None else np.atleast_2d(np.cov(draws, rowvar=False)),
@@ -247,6 +247,24 @@ def _status(
     if data.scales < form.scales_needed or open_ended:
         return UNDER_IDENTIFIED, messages
     return (AT_BOUND if bound else CONVERGED), messages
+
+
+def _outliers(form: Form, data: Data, delta: float) -> NDArray[np.bool_]:
+    """Runs too far from the fit of all others: externally studentised residuals against Student's t, Bonferroni.
+
+    A run is left out of its own yardstick, since it would stretch it; leverage is taken at its mean, p / n.
+    """
+    n, p = len(data.loss), len(form.names)
+    freedom = n - 1 - p
+    if freedom < 2:
+        return np.zeros(n, dtype=bool)
+    kept = ~np.eye(n, dtype=bool)
+    y = np.broadcast_to(data.log_loss, (n, n))
+    theta, _, _ = solve(form, data.inputs, y, kept / data.sigma, delta)
+    residual = (y - np.log(form.loss(theta, data.inputs))) / data.sigma
+    scatter = np.sqrt((residual**2 * kept).sum(1) / freedom * (1 + p / n))
+    limit = float(t_distribution.ppf(1 - OUTLIER / (2 * n), freedom))
+    return np.abs(residual[~kept]) > limit * np.maximum(scatter, 1e-9)
 
 
 def _left_out_errors(form: Form, data: Data, delta: float) -> tuple[float | None, float | None]:

@@ -22,14 +22,20 @@ SMALLEST_LOSS = 1e-6  # a perfect head has no logarithm
 
 
 def analyse(
-    table: Table, axis: str | None = None, replicates: int = REPLICATES, seed: int = 0, profiles: bool = True
+    table: Table,
+    axis: str | None = None,
+    quantities: Sequence[str] | None = None,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+    profiles: bool = True,
 ) -> Analysis:
     """Fit every series of a table.
 
-    `axis`: a column of `quantities.AXES` (default: the first that every finished run has). Deterministic for a `seed`.
+    `axis`: a column of `quantities.AXES` (default: the first that every finished run has). `quantities`: columns to fit
+    (default: all of tau, alpha_i, val_loss and val_kl that were measured). Deterministic for a `seed`.
 
     Raises:
-        ValueError: no finished run, or an axis that the runs do not have.
+        ValueError: no finished run, or an axis or a quantity that the runs do not have.
     """
     runs = table.finished
     if runs.empty:
@@ -37,14 +43,16 @@ def analyse(
     axis = choose_axis(runs, axis)
     rng = np.random.default_rng(seed)
     index = runs.index.to_numpy()
-    names = quantities_of(table)
+    names = quantities_of(table) if quantities is None else list(quantities)
+    if unknown := [n for n in names if not table.has(n)]:
+        raise ValueError(f"no run measured {', '.join(unknown)}: choose from {', '.join(quantities_of(table))}")
     prompts, notes = prompt_replicates(table, index, names, replicates, rng)
     place = {run: i for i, run in enumerate(index)}
     series = []
     for label, members in group(runs):
         columns = [place[run] for run in members]
         own = {n: r[:, columns] for n, r in prompts.items() if r is not None and not np.isnan(r[:, columns]).any()}
-        series.append(_analyse_series(table, label, members, axis, own, replicates, rng, profiles))
+        series.append(_analyse_series(table, label, members, axis, names, own, replicates, rng, profiles))
     warnings = [*table.notes, *notes, *cautions(table, series)]
     return Analysis(table, axis, series, _joint_fits(table, axis, series), _compare(series), warnings)
 
@@ -54,6 +62,7 @@ def _analyse_series(
     label: str,
     members: NDArray[np.int64],
     axis: str,
+    names: Sequence[str],
     prompts: dict[str, Array],
     replicates: int,
     rng: np.random.Generator,
@@ -63,7 +72,7 @@ def _analyse_series(
     steps = int(runs["draft_steps"].iloc[0])
     x = runs[axis].to_numpy(dtype=float)
     fits = {}
-    for name in quantities_of(table):
+    for name in names:
         values = runs[name].to_numpy(dtype=float)
         keep = np.isfinite(values)
         if keep.any():
@@ -99,7 +108,7 @@ def _data(
         # Residuals from a curve do not hold the noise that all runs share, so the weights do not either.
         shared = log_prompts.mean(1, keepdims=True) if len(x) > 1 else 0.0
         own = (log_prompts - shared).var(0, ddof=1)
-    variance = seeds.seed + own
+    variance = seeds.typical_seed + own
     draws = None
     if (variance > SMALLEST_LOSS**2).all():
         base = np.repeat(log_loss[None], replicates, 0) if log_prompts is None else log_prompts
@@ -188,14 +197,15 @@ def _joint_data(parts: Sequence[Data], raw: Array, form: Form) -> Data:
 
 
 def _compare(series: list[Series]) -> list[SlopeComparison]:
-    """Every pair of series with a slope of tau. Prompts are shared draws, so their common noise cancels."""
+    """Every pair of series with a slope of tau, the steeper first. Prompts are shared draws: their noise cancels."""
     slopes = {}
     for s in series:
         line = s.fits["tau"].results.get(LOG_LINEAR.name) if "tau" in s.fits else None
         if line is not None and line.draws is not None:
             slopes[s.label] = (float(line.theta[1]), line.draws[:, 1])
     out = []
-    for (a, (value_a, draws_a)), (b, (value_b, draws_b)) in combinations(slopes.items(), 2):
+    steepest_first = sorted(slopes.items(), key=lambda item: -item[1][0])
+    for (a, (value_a, draws_a)), (b, (value_b, draws_b)) in combinations(steepest_first, 2):
         difference = draws_a - draws_b
         lo, hi = np.quantile(difference, [0.025, 0.975])
         estimate = Estimate(value_a - value_b, float(lo), float(hi), float(difference.std(ddof=1)))

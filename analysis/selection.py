@@ -41,11 +41,10 @@ def select(results: list[FitResult]) -> Selection | None:
     """The form with the smallest absolute error at the held-out largest scale.
 
     That error is itself noisy: forms within one bootstrap standard error of the smallest are tied, and among the tied
-    the identified ones go first, then the lowest AICc. None where no form can be held out (too few scales).
+    the identified ones go first, then the lowest AICc. None with two scales or fewer.
     """
-    candidates = {r.name: r for r in results if r.held_out is not None and r.status != FAILED}
-    # Of two scales, one held out leaves one: it can tell no form from a constant.
-    if not candidates or len(np.unique(results[0].data.scale)) < 3:
+    candidates = {r.name: r for r in results if r.held_out is not None and r.status != FAILED and r.data.scales > 2}
+    if not candidates:
         return None
     errors = {name: abs(r.held_out or 0.0) for name, r in candidates.items()}
     smallest = min(errors, key=lambda name: errors[name])

@@ -11,7 +11,15 @@ from analysis.quantities import AXES
 from analysis.table import Table
 
 Z95 = 1.959964
-DRAFT_NAMES = {"eagle3": "EAGLE-3", "eagle1": "EAGLE-1", "medusa": "Medusa"}
+DRAFT_NAMES = {
+    "eagle3": "EAGLE-3",
+    "eagle1": "EAGLE-1",
+    "medusa": "Medusa",
+    "lm": "draft LM",
+    "mtp": "MTP",
+    "block": "block drafter",
+    "prompt_lookup": "prompt lookup",
+}
 
 
 def choose_axis(runs: pd.DataFrame, axis: str | None) -> str:

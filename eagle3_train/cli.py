@@ -1,12 +1,12 @@
 """`eagle3 STEP [key=value ...]`: one thin entry point a step, over the configuration in `conf/`.
 
-What a user got wrong is one line and exit code 2, without a traceback (EAGLE3_DEBUG=1 shows it); a failed job is exit
-code 1; Ctrl-C is exit code 130.
+What a user got wrong is a line or two and exit code 2, without a traceback (EAGLE3_DEBUG=1 shows it); a failed job is
+exit code 1; Ctrl-C is exit code 130; SIGTERM, and training that a signal or its time limit stopped in good order, is
+exit code 143, which means: the same command continues.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
@@ -17,22 +17,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from eagle3_train import config
-from eagle3_train.help import all_keys, overview, step_help
+from eagle3_train.exits import FAILED, INTERRUPTED, MISTAKE, REQUEUE, Unfinished
+from eagle3_train.help import all_keys, did_you_mean, groups, overview, step_help
 from eagle3_train.steps import STEPS, Call, run_step
 
 HELP = {"-h", "--help"}
 # OSError: a full disk, a folder that cannot be written; ArithmeticError: a loss that is not finite, a number too large.
 MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseException)
+OMEGACONF = ("full_key:", "object_type=", "reference_type=")  # its lines on where, after those on what
 SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
-
-
-class Terminated(SystemExit):
-    """SIGTERM, as an exception, so that whatever runs may end its children and leave its files in order."""
 
 
 class Failed(Exception):
@@ -54,33 +51,48 @@ def guarded(action: Callable[[], int | None]) -> int:
         return action() or 0
     except KeyboardInterrupt:
         print("\nstopped; the same command continues where this one ended", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+    except Unfinished as e:
+        if e.how:
+            print(f"\n{e.how}; the same command continues where this one ended", file=sys.stderr)
+        return REQUEUE
     except Failed as e:
         print(f"failed: {e}", file=sys.stderr)
-        return 1
+        return FAILED
     except MISTAKES as e:
         if os.environ.get("EAGLE3_DEBUG"):
             raise
         print(f"error: {explain(e)}", file=sys.stderr)
-        return 2
+        return MISTAKE
 
 
 def explain(error: BaseException) -> str:
-    """An error as one line, with the nearest key where an unknown one was given."""
+    """An error in words, with the nearest key, group or option where an unknown one was given."""
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is no override: write KEY=VALUE, quotes around special characters"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_option(error)
     text = str(error).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
     if error.__cause__ is not None and isinstance(error, HydraException):
-        text += "\n" + str(error.__cause__).partition("full_key:")[0]
-    words = " ".join(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+        text += "\n" + str(error.__cause__)
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.strip().startswith(OMEGACONF)]
+    words = "\n".join(dict.fromkeys(lines))
     if words.startswith("Could not override '") or isinstance(error, ConfigKeyError | ConfigAttributeError):
         key = getattr(error, "full_key", None) or words.split("'")[1]
-        near = difflib.get_close_matches(key, [*all_keys(), *_groups()], n=3, cutoff=0.5)
-        hint = f": did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(key, [*all_keys(), *groups()])
         return f"there is no key {key!r}{hint} (`eagle3 STEP --cfg job` prints all keys)"
     if words.startswith("Ambiguous value for argument '"):
         return f"{words.split(chr(39))[1]} has several values: `eagle3 study` takes them, a single step takes one"
+    if isinstance(error, OmegaConfBaseException) and error.full_key and error.full_key not in words:
+        return f"{error.full_key}: {words}"
     return words
+
+
+def _no_option(error: MissingConfigException) -> str:
+    """A config group has no such file in conf/."""
+    group, _, option = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+    known = [str(name) for name in error.options or ()]
+    return f"{group}={option}: there is none{did_you_mean(option, known)}\navailable for {group}: {', '.join(known)}"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -94,9 +106,8 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in STEPS:
-        near = difflib.get_close_matches(name, STEPS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the steps are {', '.join(STEPS)}"
-        raise ValueError(f"there is no step {name!r}: {hint}")
+        hint = did_you_mean(name, STEPS) or f": the steps are {', '.join(STEPS)}"
+        raise ValueError(f"there is no step {name!r}{hint}")
     step = STEPS[name]
     if step.parses_itself and rest and not HELP & {rest[0]}:
         return step.run(Call([], rest))
@@ -134,12 +145,8 @@ def _parse(name: str, rest: list[str]) -> Call:
     return Call(overrides, words, resolved)
 
 
-def _groups() -> list[str]:
-    return sorted(p.name for p in config.conf_dir().iterdir() if p.is_dir())
-
-
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + number)
+    raise Unfinished(f"stopped by {signal.Signals(number).name}")
 
 
 def _end_with_parent() -> None:
@@ -148,7 +155,7 @@ def _end_with_parent() -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(20)  # for a checkpoint
-    os._exit(143)
+    os._exit(REQUEUE)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def size(n_bytes: float) -> str:
+    """`450637679` -> `430 MiB`."""
+    for unit, bytes_of in (("TiB", 2**40), ("GiB", 2**30)):
+        if n_bytes >= bytes_of:
+            return f"{n_bytes / bytes_of:,.2f} {unit}"
+    return f"{n_bytes / 2**20:,.0f} MiB" if n_bytes >= 10 * 2**20 else f"{n_bytes / 2**20:.1f} MiB"
+
+
 class Bar:
     """Progress of one task in units (tokens, steps, prompts). `update(n)` adds n units."""
 
@@ -51,11 +59,16 @@ class Bar:
         """Units a second since the start."""
         return (self.units - self.start_units) / max(time.monotonic() - self.started, 1e-9)
 
+    def _rate_text(self) -> str:
+        if 0 < self.rate < 1:  # few and slow units (prompts): the time of one says more
+            return f"{1 / self.rate:,.1f} s a {self.unit.removesuffix('s')}"
+        return f"{self.rate:,.1f} {self.unit}/s" if self.rate < 100 else f"{self.rate:,.0f} {self.unit}/s"
+
     def update(self, units: float, note: str | None = None) -> None:
         self.units += units
         if note is not None:
             self.note = note
-        rate = f"{self.rate:,.1f} {self.unit}/s" if self.rate < 100 else f"{self.rate:,.0f} {self.unit}/s"
+        rate = self._rate_text()
         if self._progress is not None:
             self._progress.update(self._task, completed=self.units, rate=rate, note=self.note)
         elif time.monotonic() - self.printed >= QUIET_INTERVAL_S:

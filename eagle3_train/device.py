@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import resource
 import sys
 
@@ -55,3 +56,15 @@ def peak_rss_mb() -> float:
     """Peak resident memory of this process in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+# Dense bf16 peaks from the vendors' data sheets, TFLOP/s.
+PEAK_BF16_TFLOPS = {"A100": 312, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "L40S": 362, "L4": 121}
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak of a GPU that is known by name, in bf16; None elsewhere: a CPU's peak depends on clocks and cores."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((float(peak) for known, peak in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)

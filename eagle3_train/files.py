@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,27 @@ from eagle3_train import __version__
 def temporary_path(path: Path) -> Path:
     """A name beside `path`, unique to this process: written first, then renamed over `path`."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def sweep_temporaries(path: Path) -> None:
+    """Remove what killed writers of `path` on this machine left beside it: `temporary_path`s of processes that are
+    gone. Those of living processes, and of other machines, which cannot be asked, stay."""
+    for found in path.parent.glob(f".{escape(path.name)}.{socket.gethostname()}.*.*"):
+        pid = found.suffixes[-2][1:]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            if found.is_dir():
+                shutil.rmtree(found, ignore_errors=True)
+            else:
+                found.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(PermissionError):  # it is there, and another user's
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,16 +59,50 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def append_line(path: Path, text: str) -> None:
+    """Append a line to a log. Behind a line that a killed writer cut, a new one is begun."""
+    with open(path, "ab+") as f:
+        f.seek(max(0, f.tell() - 1))
+        begin = b"" if f.read(1) in (b"", b"\n") else b"\n"
+        f.write(begin + text.encode() + b"\n")  # in one piece, at the end, whoever else writes
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of indented JSON. NaN and infinity are refused: no reader outside Python takes them."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`; once the block ends it is made durable and takes the place of `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = temporary_path(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for file in (*aside.iterdir(), aside):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if path.exists():
+            old = aside.with_suffix(".old")
+            path.rename(old)
+            aside.rename(path)
+            shutil.rmtree(old)
+        else:
+            aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:
     """Read JSON; a file that is cut or not JSON is named in the error."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and run the step that writes it again") from e
 
 
@@ -68,6 +127,25 @@ def file_fingerprint(path: Path) -> str:
         head = f.read(window)
         f.seek(max(len(head), size - window))
         return hashlib.sha256(b"%d\0" % size + head + f.read()).hexdigest()
+
+
+def content_fingerprint(spec: str) -> str | None:
+    """Of what a file, a folder or `package:NAME/FILE` holds, so that a change of it shows while its path stays. None
+    for what is not on this machine: missing, or a name on the hub."""
+    if spec.startswith("package:"):
+        try:
+            path = find_package_file(spec)
+        except ValueError:
+            return None
+    else:
+        path = Path(spec).expanduser()
+    if path.is_file():
+        return file_fingerprint(path)
+    if not path.is_dir():
+        return None
+    files = (p for p in sorted(path.rglob("*")) if p.is_file())
+    parts = [f"{p.relative_to(path)} {file_fingerprint(p)}" for p in files]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @cache

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import yaml
+from omegaconf import OmegaConf
 
 from eagle3_train import config
 from eagle3_train.config import Config
@@ -34,12 +38,22 @@ eagle3 {name}: {summary}
 
 reads:   {reads}
 writes:  {writes}
-
-keys (any key of the configuration can be given as key=value; `--cfg job` prints them all):
-{keys}
-
+{parts}
 examples:
 {examples}"""
+
+COMMANDS = """
+commands (`eagle3 {name} COMMAND`):
+{commands}
+"""
+
+KEYS = """
+keys, with the values they have now (any key can be given as key=value; `--cfg job` prints them all):
+{keys}
+
+files of values, chosen as GROUP=FILE:
+{groups}
+"""
 
 
 def overview(steps: Mapping[str, Step]) -> str:
@@ -49,11 +63,35 @@ def overview(steps: Mapping[str, Step]) -> str:
 
 def step_help(name: str, step: Step, cfg: Config) -> str:
     """Help of one step, with the values that its keys have now."""
-    keys = "\n".join(_setting(cfg, key) for key in step.keys)
+    parts = ""
+    if step.commands:
+        width = max(map(len, step.commands))
+        lines = (f"  {command:<{width}}  {text}" for command, text in step.commands.items())
+        parts += COMMANDS.format(name=name, commands="\n".join(lines))
+    if step.keys:
+        options = "\n".join(f"  {group:<9}{', '.join(_options(group))}" for group in groups())
+        parts += KEYS.format(keys="\n".join(_setting(cfg, key) for key in step.keys), groups=options)
     examples = "\n".join(f"  {example}" for example in step.examples)
     return STEP.format(
-        name=name, summary=step.summary, reads=step.reads, writes=step.writes, keys=keys, examples=examples
+        summary=step.summary, name=name, reads=step.reads, writes=step.writes, parts=parts, examples=examples
     )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`: did you mean a or b?`, or nothing where nothing is near. Keys are known by their last part too."""
+    words = list(known)
+    near = difflib.get_close_matches(word, words, n=3, cutoff=0.6)
+    near += [w for w in words if w.rpartition(".")[2] == word.rpartition(".")[2] and w not in near]
+    return f": did you mean {' or '.join(near[:3])}?" if near else ""
+
+
+def groups() -> list[str]:
+    """The config groups: folders of conf/."""
+    return sorted(p.name for p in config.conf_dir().iterdir() if p.is_dir())
+
+
+def _options(group: str) -> list[str]:
+    return sorted(p.stem for p in (config.conf_dir() / group).glob("*.yaml"))
 
 
 @cache
@@ -82,7 +120,12 @@ def _value(cfg: Config, key: str) -> Any:
     node: Any = cfg
     for part in key.split("."):
         node = getattr(node, part)
-    return "null" if node is None else str(node).lower() if isinstance(node, bool) else node
+    plain = OmegaConf.to_container(OmegaConf.create({"value": node}))["value"]  # type: ignore[call-overload, index]
+    return (
+        yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), sort_keys=False)
+        .removesuffix("\n...\n")
+        .strip()
+    )
 
 
 def _comment(key: str) -> str:

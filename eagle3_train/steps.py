@@ -6,10 +6,11 @@ Rooms are imported inside a step, so that the command line itself starts quickly
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import config
 from eagle3_train.config import Config
@@ -38,7 +39,8 @@ class Call:
 @dataclass(frozen=True)
 class Step:
     """`run` returns the exit code. `is_job`: the step is work that a launcher may do in processes of its own.
-    `takes_words`: arguments that are no overrides are the step's own; `parses_itself`: all are."""
+    `commands`: words that may follow, and what they do. `takes_words`: arguments that are no overrides are the step's
+    own; `parses_itself`: all are."""
 
     run: Callable[[Call], int]
     summary: str
@@ -46,6 +48,7 @@ class Step:
     writes: str
     keys: tuple[str, ...]
     examples: tuple[str, ...]
+    commands: dict[str, str] = field(default_factory=dict)
     is_job: bool = False
     takes_words: bool = False
     parses_itself: bool = False
@@ -60,6 +63,8 @@ def run_step(name: str, call: Call) -> int:
         if cfg.launch.kind != "local" or cfg.launch.nproc_per_node > 1:
             from launch.single import launch
 
+            if cfg.dry_run and name in ("train", "point"):
+                _estimate(cfg)
             return launch(name, cfg)
     return step.run(call)
 
@@ -94,11 +99,10 @@ def capture(call: Call) -> int:
 
 def train(call: Call) -> int:
     cfg = call.config()
-    from eagle3_train.tracking import check
-    from eagle3_train.train import train as train_head
-
-    check(cfg.tracker)
-    train_head(cfg)
+    if cfg.dry_run:
+        return _estimate(cfg)
+    with _alone(cfg, call):
+        _trained(cfg)
     return 0
 
 
@@ -109,20 +113,83 @@ def evaluate(call: Call) -> int:
     from eagle3_train.device import resolve_device
     from eagle3_train.train import load_head
 
+    _refuse_another_store(cfg)
     _measure(cfg, load_head(cfg, resolve_device(cfg.device)))
     return 0
 
 
 def point(call: Call) -> int:
     cfg = call.config()
+    if cfg.dry_run:
+        return _estimate(cfg)
+    with _alone(cfg, call):
+        head = _trained(cfg)
+        if _rank() == 0:
+            _measure(cfg, head)
+    return 0
+
+
+def import_head(call: Call) -> int:
+    """A published head as a point that is not trained. What it is trained further as is another point."""
+    return point(Call([*call.overrides, "train.regime=none"], call.words, call.resolved))
+
+
+def _trained(cfg: Config) -> Draft:
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
 
     check(cfg.tracker)
-    head = train_head(cfg)
-    if _rank() == 0:
-        _measure(cfg, head)
+    _refuse_another_store(cfg)
+    if not cfg.train.eval_every:
+        return train_head(cfg)
+    from eagle3_train.evaluate import while_training
+
+    return train_head(cfg, while_training(cfg))
+
+
+def _refuse_another_store(cfg: Config) -> None:
+    """A launcher, which holds the point's lock, has set such a head aside; several ranks cannot agree on that."""
+    from launch.jobs import is_of_another_store
+
+    if is_of_another_store(cfg, cfg.point_dir):
+        raise ValueError(
+            f"{cfg.point_dir} was trained on another store than {cfg.paths.store} holds now: remove it to train anew "
+            f"(rm -r {cfg.point_dir}), restore the store, or take another study.name; `eagle3 study` sets it aside"
+        )
+
+
+def _estimate(cfg: Config) -> int:
+    from sweeps.estimate import describe_point
+
+    parameters = None
+    if (Path(cfg.paths.store) / "manifest.json").is_file():
+        from eagle3_train.train import parameter_counts
+
+        parameters = parameter_counts(cfg)
+    say(describe_point(cfg, parameters))
     return 0
+
+
+@contextmanager
+def _alone(cfg: Config, call: Call) -> Iterator[None]:
+    """Hold the point's lock, as a study does for the points that it runs: two processes never write one point.
+
+    A launcher holds it already: it gives `--resolved`. Of several ranks, rank 0 holds it for all.
+    """
+    if call.resolved is not None or _rank() != 0:
+        yield
+        return
+    from launch.lock import Lock, holder_of
+
+    lock = Lock(cfg.point_dir / ".lock")
+    if not lock.try_acquire():
+        if holder := holder_of(lock.folder):
+            say(f"{cfg.point_name}: process {holder.pid} on {holder.host} works on it; waiting for its end")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _measure(cfg: Config, head: Draft) -> None:
@@ -141,17 +208,103 @@ def _measure(cfg: Config, head: Draft) -> None:
     measure(cfg, head, target_model)
 
 
+def export(call: Call) -> int:
+    cfg = call.config()
+    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    return 0
+
+
+def _export(cfg: Config, folder: Path) -> None:
+    from eagle3_train.device import DTYPES
+    from eagle3_train.export import check_export, export_head
+    from eagle3_train.files import read_json
+    from eagle3_train.train import head_source
+
+    source = head_source(cfg)
+    dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
+    results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
+    export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
+    say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
+    if cfg.export.check:
+        check_export(source, folder, dtype)
+
+
+def serve_bench(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.evaluate import serve
+    from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
+
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
+    if cfg.serve.url is None and cfg.serve.head is None:
+        cfg.export.format = "speculators"
+        _export(cfg, head)
+    tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
+    steps = cfg.serve.steps or cfg.draft.steps
+    serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
+    return 0
+
+
+def _explainer(cfg: Config, folder: Path) -> Any:
+    """Says why two greedy outputs differ, with the target's own logits in fp32."""
+    import torch
+
+    from eagle3_train.decode.runner import TargetRunner
+    from eagle3_train.device import resolve_device
+    from eagle3_train.evaluate.difference import first_gap
+    from eagle3_train.evaluate.serve.client import Prompt
+    from eagle3_train.target import load_target
+
+    model = load_target(folder, torch.float32, resolve_device(cfg.device), cfg.target.trust_remote_code)
+    runner = TargetRunner(model, [])
+
+    def explain(prompt: Prompt, plain: list[int], drafted: list[int]) -> dict[str, Any]:
+        return first_gap(runner, torch.tensor(prompt.ids, device=runner.device), plain, drafted)
+
+    return explain
+
+
 def study(call: Call) -> int:
     from sweeps import commands
 
+    if call.words[:1] == ["power"]:
+        return _power(call)
     if call.words:
-        return commands.run(call.words, call.overrides)
+        return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
 
-    done = run_study(call.overrides)
+    done = run_study(call.overrides, verify=_check_trackers)
     if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
         _report([point.dir for point in done.study.points], done.study.dir)
     return bool(done.failed)
+
+
+def _check_trackers(cfg: Config) -> None:
+    """Packages that are missing here are missing in the points' processes too, except on a cluster's nodes."""
+    from eagle3_train.tracking import check
+
+    if cfg.launch.kind != "slurm":
+        check(cfg.tracker)
+
+
+def _power(call: Call) -> int:
+    """Before anything is run: the smallest gain that the study's design would find."""
+    from analysis import load_runs, power
+    from sweeps.points import plan
+
+    if len(call.words) > 2:
+        raise ValueError("eagle3 study power takes one word: the folder of a pilot study whose noise is used")
+    planned = plan(call.overrides)
+    cfg, points = planned.cfg, [point.cfg for point in planned.points]
+    if not cfg.eval.tasks:
+        raise ValueError("eagle3 study power: eval.tasks is empty, so there is nothing to find a gain on")
+    scales = sorted({p.data.scale for p in points})
+    seeds = len({p.seed for p in points})
+    task = min(cfg.eval.tasks, key=lambda t: t.prompts * t.new_tokens)
+    pilot = load_runs(call.words[1]) if len(call.words) == 2 else None
+    sizes = {"tasks": len(cfg.eval.tasks), "prompts": task.prompts, "tokens": task.new_tokens}
+    say(power(scales, seeds, **sizes, draft_steps=cfg.draft.steps, pilot=pilot, seed=cfg.seed).text())
+    return 0
 
 
 def report(call: Call) -> int:
@@ -178,13 +331,41 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+# Keys that several steps explain.
+LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
+TRAINING = (
+    "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
+    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.oov",
+    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.eval_every",
+    "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction", "optim.decay",
+    "engine.kind", "tracker.kinds", "device", "dry_run",
+)  # fmt: skip
+EVALUATION = (
+    "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",
+    "eval.bootstrap",
+)  # fmt: skip
+
 STEPS: dict[str, Step] = {
     "prepare": Step(
         prepare,
         "target model and conversations: chats to token ids and loss masks",
         "the target model (target.model) and the conversations (corpus.path)",
         "<study>/target-model/ and <study>/corpus/",
-        ("target.model", "corpus.path", "corpus.sequences", "corpus.max_length", "corpus.held_out_fraction"),
+        (
+            "target.model",
+            "target.chat_template",
+            "corpus.format",
+            "corpus.path",
+            "corpus.sources",
+            "corpus.sequences",
+            "corpus.validation_sequences",
+            "corpus.held_out_fraction",
+            "corpus.max_length",
+            "corpus.min_supervised",
+            "corpus.near_duplicates",
+            "corpus.contamination_words",
+            "corpus.seed",
+        ),
         ("eagle3 prepare", "eagle3 prepare corpus.sequences=1000 corpus.max_length=1024"),
         is_job=True,
     ),
@@ -216,7 +397,18 @@ STEPS: dict[str, Step] = {
         "the target's hidden states of the corpus, and its own greedy transcripts of the tasks",
         "what `prepare` wrote",
         "<study>/store/",
-        ("capture.backend", "capture.compute_dtype", "capture.batch_tokens", "capture.layer_ids", "store.dtype"),
+        (
+            "capture.backend",
+            "capture.compute_dtype",
+            "capture.batch_tokens",
+            "capture.layer_ids",
+            "capture.shards",
+            "store.dtype",
+            "store.transcript_dtype",
+            "eval.generate_batch",
+            "device",
+            *LAUNCH,
+        ),
         ("eagle3 capture", "eagle3 capture capture.batch_tokens=16384 device=cuda"),
         is_job=True,
     ),
@@ -225,11 +417,13 @@ STEPS: dict[str, Step] = {
         "one draft head on the first data.scale * data.base_sequences sequences of the store",
         "what `capture` wrote",
         "<study>/<point>/: config.yaml, metrics.jsonl, checkpoints/, train.json",
-        ("data.scale", "data.base_sequences", "seed", "draft.steps", "train.epochs", "optim.lr", "engine.kind"),
+        (*TRAINING, *LAUNCH),
         (
             "eagle3 train data.scale=4 seed=1",
-            "eagle3 train tracker=wandb",
+            "eagle3 train dry_run=true                    parameters, steps, FLOPs, memory and time, nothing done",
+            "eagle3 train tracker=wandb train.eval_every=100",
             "torchrun --nproc-per-node 2 -m eagle3_train.train data.scale=4",
+            "torchrun --nproc-per-node 8 -m eagle3_train.train engine=fsdp2",
         ),
         is_job=True,
     ),
@@ -238,7 +432,7 @@ STEPS: dict[str, Step] = {
         "acceptance of a trained head: validation loss, replay, and decoding with the real target",
         "what `train` and `capture` wrote; the same overrides as for `train` find the head",
         "<study>/<point>/: records.jsonl, result.json",
-        ("eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype", "eval.bootstrap"),
+        ("data.scale", "seed", *EVALUATION, *LAUNCH),
         ("eagle3 evaluate data.scale=4 seed=1", "eagle3 evaluate eval.decode=false"),
         is_job=True,
     ),
@@ -247,8 +441,40 @@ STEPS: dict[str, Step] = {
         "train, then evaluate, in one process: what a study runs for each of its points",
         "what `capture` wrote",
         "<study>/<point>/",
-        ("data.scale", "seed", "train.epochs", "eval.decode"),
+        (*TRAINING, *EVALUATION, *LAUNCH),
         ("eagle3 point data.scale=4 seed=1",),
+        is_job=True,
+    ),
+    "export": Step(
+        export,
+        "a trained head as a folder that vLLM, SGLang and the speculators library load",
+        "what `train` wrote; the same overrides as for `train` find the head",
+        "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
+        ("export.format", "export.path", "export.dtype", "export.check"),
+        ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
+    ),
+    "import": Step(
+        import_head,
+        "a published EAGLE-3 head, of either format, measured as it is",
+        "draft.init_from: a folder or a hub id; and what `capture` wrote",
+        "<study>/<point>/: train.json, records.jsonl, result.json",
+        ("draft.init_from", "draft.steps", "capture.layer_ids", "eval.decode"),
+        (
+            "eagle3 import draft.init_from=yuhuili/EAGLE3-LLaMA3.1-Instruct-8B draft.steps=5",
+            "eagle3 train draft.init_from=/models/head optim.lr=1e-4      train it further",
+        ),
+        is_job=True,
+    ),
+    "serve-bench": Step(
+        serve_bench,
+        "a trained head in vLLM: acceptance, latency and throughput beside plain serving, replay and decoding",
+        "what `train` and `capture` wrote; the same overrides as for `train` find the head",
+        "<point>/: serve.json, serve.jsonl, vllm-*.log",
+        ("serve.prompts", "serve.concurrency", "serve.temperatures", "serve.dtype", "serve.url", "serve.baseline_url"),
+        (
+            "eagle3 serve-bench data.scale=8 serve.prompts=8 serve.concurrency=[1,4]",
+            "eagle3 serve-bench serve.url=http://host:8000 serve.baseline_url=http://host:8001",
+        ),
         is_job=True,
     ),
     "study": Step(
@@ -256,16 +482,34 @@ STEPS: dict[str, Step] = {
         "everything: prepare, capture, all points of a study, report; run again, it continues",
         "conf/study/NAME.yaml: the axes and what is held fixed",
         "outputs/<study>/, with report/report.html at the end",
-        ("study.name", "study.axes", "study.exclude", "study.decode_points", "launch.kind", "launch.nproc_per_node"),
+        (
+            "study.name",
+            "study.axes",
+            "study.exclude",
+            "study.decode_points",
+            "dry_run",
+            "paths.outputs",
+            "data.scale",
+            "data.base_sequences",
+            "seed",
+            "tracker.kinds",
+            *LAUNCH,
+            "launch.tflops",
+        ),
         (
             "eagle3 study study=quickstart",
             "eagle3 study dry_run=true                    the plan and its estimates, nothing done",
             "eagle3 study data.scale=1,2,4 seed=0         other values of an axis",
-            "eagle3 study status [--json]                 how its points stand",
-            "eagle3 study logs POINT                      the end of a point's log",
-            "eagle3 study retry [POINT...]                run failed points again",
-            "eagle3 study cancel                          end what runs",
+            "eagle3 study 'study.axes={optim.lr: [1e-3, 2e-3]}'   other axes",
+            "eagle3 study status study=quickstart",
         ),
+        commands={
+            "status [--json | --watch]": "how its points stand",
+            "logs JOB": "the end of a job's log; the beginning of its name will do",
+            "retry [JOB...]": "run the named jobs again, or all that failed or were stopped",
+            "cancel": "end what runs, on whatever machine",
+            "power [PILOT]": "the smallest gain that this design would find; noise as in the study PILOT, or assumed",
+        },
         takes_words=True,
     ),
     "report": Step(
@@ -278,15 +522,25 @@ STEPS: dict[str, Step] = {
     ),
     "store": Step(
         store,
-        "look after a hidden-state store: finalize, info, verify, sample",
-        "a store: <study>/store, or any other by its path",
-        "nothing; `finalize` writes the manifest and the index of a store that lost them",
+        "look after a hidden-state store: info, verify, sample, finalize, merge, prune",
+        "a store: <study>/store, or any other by its path or URI",
+        "`finalize`: the manifest and the index of a store that lost them; `merge` and `prune`: a new store (--out)",
         (),
         (
             "eagle3 store info outputs/quickstart/store",
-            "eagle3 store verify outputs/quickstart/store",
-            "eagle3 store COMMAND --help",
+            "eagle3 store sample outputs/quickstart/store --rows 0 5",
+            "eagle3 store prune outputs/quickstart/store --rows 64 --out outputs/small",
+            "eagle3 store merge STORE STORE --out outputs/both",
+            "eagle3 store prune --help                    options of a command",
         ),
+        commands={
+            "info PATH": "what a store holds, from its manifest and index",
+            "verify PATH": "check every byte and every value; name what is damaged and what repairs it",
+            "sample PATH [--rows N...]": "print some sequences",
+            "finalize PATH [--allow FIELD...]": "write index and manifest of a store whose shards are all there",
+            "merge PATH... --out PATH [--seed N] [--shards N]": "one store of the sequences of several",
+            "prune PATH --out PATH [OPTION...]": "a smaller store: fewer rows, or a smaller dtype",
+        },
         parses_itself=True,
     ),
 }

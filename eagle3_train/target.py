@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_train.config import TargetConfig
 from eagle3_train.console import say
-from eagle3_train.files import file_fingerprint, find_package_file, read_json, temporary_path, write_json
+from eagle3_train.files import (
+    file_fingerprint,
+    find_package_file,
+    read_json,
+    sweep_temporaries,
+    temporary_path,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +82,7 @@ def _converted(source: Path, spec: str, folder: Path) -> Path:
             return folder
         say(f"{folder} was converted from another file than {spec}: converting anew")
     say(f"converting {source.name} to a plain Hugging Face folder, once; half a minute for a small model")
+    sweep_temporaries(folder)
     aside = temporary_path(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -182,7 +190,7 @@ def load_target(
     if device_map is not None:
         placed = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code, **placed
         )
     if device_map is None:

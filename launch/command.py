@@ -20,7 +20,7 @@ def command(job: Job, environ: Mapping[str, str] = os.environ) -> list[str]:
         ranks = [*python, *step]
     else:
         meeting = _meeting(job, environ) if job.nodes > 1 else ["--standalone"]
-        torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(job.processes)]
+        torchrun = ["-m", "eagle3_train.elastic", *meeting, "--nproc-per-node", str(job.processes)]
         ranks = [*python, *torchrun, *step]
     if not _in_allocation(job, environ):
         return ranks

@@ -11,12 +11,14 @@ folder can run it, wait for it, or tell how it stands:
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3_train.config import Config, digest
-from eagle3_train.files import read_json, write_json
+from eagle3_train.console import say
+from eagle3_train.files import content_fingerprint, read_json, write_json
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
 DIVIDED = ("capture", "regenerate")  # steps whose work any number of jobs and processes share out
@@ -61,30 +63,36 @@ class Job:
         return self.part is None and self.step in (*DIVIDED, *TRAINS)
 
     def is_done(self) -> bool:
-        """From files alone, and cheap: asked by a study before it starts any process. Other steps
-        look for themselves at what they have done."""
+        """From files alone, and cheap: asked by a study before it starts any process. Other steps look for
+        themselves at what they have done."""
         if self.step in SHARED:
-            return self._is_stamped()
-        return self.step == "point" and is_measured(self.cfg)
+            return all(p.is_file() for p in outputs(self.cfg, self.step)) and self._is_as_stamped()
+        return self.step == "point" and is_measured(self.cfg, self.folder)
+
+    def has_changed(self) -> bool:
+        """Of a shared step: whether it was done, and since then its settings or what it reads have changed. Where its
+        results were removed, as they may be once all points are done, nothing has."""
+        return bool(_read(self._stamp)) and not self._is_as_stamped()
 
     def finish(self) -> bool:
         """After a successful run: record what a shared step has made. False: something that it should make is missing.
         Of several parts, the last to finish completes the whole."""
         if self.step in SHARED and all(p.is_file() for p in outputs(self.cfg, self.step)):
-            write_json(self._stamp, {"identity": data_identity(self.cfg, self.step)})
+            stamp = {"settings": data_identity(self.cfg, self.step), "inputs": inputs(self.cfg, self.step)}
+            write_json(self._stamp, stamp)
         return self.is_done() or self.part is not None or self.step not in (*SHARED, "point")
 
     @property
     def _stamp(self) -> Path:
         return Path(self.cfg.paths.study) / "steps" / self.step / "done.json"
 
-    def _is_stamped(self) -> bool:
-        made = all(p.is_file() for p in outputs(self.cfg, self.step))
-        try:
-            stamp = read_json(self._stamp) if made and self._stamp.is_file() else {}
-        except ValueError:  # damaged: the step looks for itself at what is there, and stamps anew
+    def _is_as_stamped(self) -> bool:
+        """Whether the step was done with these settings, and what it read then is as it was, as far as it is here."""
+        stamp = _read(self._stamp)  # damaged: the step looks for itself at what is there, and stamps anew
+        if stamp.get("settings") != data_identity(self.cfg, self.step):
             return False
-        return isinstance(stamp, dict) and stamp.get("identity") == data_identity(self.cfg, self.step)
+        read = stamp.get("inputs", {})
+        return all(now in (None, read.get(name)) for name, now in inputs(self.cfg, self.step).items())
 
 
 def outputs(cfg: Config, step: str) -> list[Path]:
@@ -97,7 +105,7 @@ def outputs(cfg: Config, step: str) -> list[Path]:
 
 
 def data_identity(cfg: Config, step: str = "capture") -> str:
-    """Digest of all that shapes the data that the points of a study share."""
+    """Digest of all settings that shape the data that the points of a study share."""
     parts: dict[str, Any] = {
         "target": asdict(cfg.target),
         "corpus": asdict(cfg.corpus),
@@ -108,16 +116,71 @@ def data_identity(cfg: Config, step: str = "capture") -> str:
     return digest(parts, 16)
 
 
-def is_measured(cfg: Config) -> bool:
-    """Whether the point's result.json is whole and that of this configuration: trained, evaluated, and decoded where
-    that is asked for. Otherwise the point is to be run; what it has already (the trained head) is not redone."""
-    try:
-        result = read_json(cfg.point_dir / "result.json")
-    except (FileNotFoundError, ValueError):
-        return False
-    if not isinstance(result, dict):
-        return False
+def inputs(cfg: Config, step: str = "capture") -> dict[str, str | None]:
+    """Fingerprints of what a shared step reads, so that another content under the same path shows. None: not here."""
+    tasks = {f"eval.tasks.{task.name}": task.path for task in cfg.eval.tasks}
+    sources = {f"corpus.sources.{source.name}": source.path for source in cfg.corpus.sources}
+    paths = {"target.model": cfg.target.model, "target.chat_template": cfg.target.chat_template}
+    paths |= {"corpus.path": cfg.corpus.path, **sources, **tasks}
+    found = {name: content_fingerprint(path) for name, path in paths.items() if path}
+    if step != "prepare":
+        found["corpus"] = _read(Path(cfg.paths.corpus) / "report.json").get("digest")
+    return found
+
+
+def is_measured(cfg: Config, folder: Path) -> bool:
+    """Whether the result.json in a point's folder is whole and that of this configuration and of the stores as they are
+    now: trained, evaluated, and decoded where that is asked for. Otherwise the point is to be run; what it has (the
+    trained head) is not redone. Stores that are not there any more (a finished study needs none) are not compared."""
+    result = _read(folder / "result.json")
     identities = result.get("train_identity"), result.get("eval_identity")
-    if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)):
+    if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)) or is_of_another_store(cfg, folder):
         return False
-    return not cfg.eval.decode or set(cfg.eval.decode_tasks) <= set(result.get("tau_decode", {}))
+    replayed = result.get("transcripts", {})
+    if any(_fingerprint(cfg, f"transcripts/{t.name}") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
+        return False
+    if not (cfg.eval.decode and cfg.eval.decode_tasks):
+        return True
+    decoded = set(cfg.eval.decode_tasks) <= set(result.get("tau_decode", {}))
+    return decoded and result.get("decode_identity") == digest(cfg.decode_identity)
+
+
+def is_of_another_store(cfg: Config, folder: Path) -> bool:
+    """Whether what a point's folder holds was trained on rows that are not those of the store now."""
+    now = _fingerprint(cfg)
+    states = [folder / "train.json", folder / "result.json", *sorted(folder.glob("checkpoints/step-*/state.json"))]
+    found = [_read(path) for path in states]
+    trained = {state.get("store_fingerprint") or state.get("plan", {}).get("fingerprint") for state in found}
+    return now is not None and bool(trained - {None, now})
+
+
+def detach(cfg: Config) -> None:
+    """Remove a point's link to another study's, where that is gone or was trained on other rows than are here now."""
+    link = cfg.point_dir
+    if link.is_symlink() and (not link.exists() or is_of_another_store(cfg, link)):
+        link.unlink(missing_ok=True)
+
+
+def set_aside(cfg: Config, folder: Path) -> None:
+    """Move what was trained on another store than the present one into a folder of its own, so that the point is
+    trained anew. Only while the point's lock is held."""
+    aside = folder / f"of-another-store-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside.mkdir()
+    for name in ("checkpoints", "train.json", "records.jsonl", "result.json", "metrics.jsonl"):
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    say(f"{folder.name}: it was trained on another store than {cfg.paths.store} holds now: kept in {aside}, and anew")
+
+
+def _fingerprint(cfg: Config, part: str = "") -> str | None:
+    """Of the training store, or of one inside it, by its manifest; None where there is none, or not on a local path."""
+    return _read(Path(cfg.paths.store) / part / "manifest.json").get("fingerprint")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file; empty where it is missing or damaged: whoever wrote it looks at it again."""
+    try:
+        value = read_json(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

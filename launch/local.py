@@ -8,7 +8,7 @@ from collections.abc import Callable
 from eagle3_train import config
 from launch.cancel import Cancellation
 from launch.command import command, environment, terminator
-from launch.jobs import Job
+from launch.jobs import TRAINS, Job, detach, is_of_another_store, set_aside
 from launch.lock import Lock
 from launch.supervise import GRACE_S, Outcome, note_end, supervise, tail
 
@@ -21,6 +21,7 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
     `stop`, `grace`: see `supervise`. `eagle3 study cancel` stops the job too.
     """
     cancelled = Cancellation(job.cfg)
+    detach(job.cfg)
     lock = Lock(job.folder / ".lock")
     if not lock.try_acquire():
         if job.cfg.launch.kind == "torchrun" and job.nodes > 1:
@@ -31,6 +32,8 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
     try:
         if job.is_done():  # perhaps the other process has done it
             return Outcome("done")
+        if job.step in TRAINS and is_of_another_store(job.cfg, job.folder):
+            set_aside(job.cfg, job.folder)
         config.save(job.cfg, job.folder / "config.yaml")
         outcome = supervise(
             command(job),

@@ -46,7 +46,7 @@ def render(batch: Batch) -> str:
         "chdir": os.getcwd(),
         "output": folder(cfg) / f"{batch.name}-%a.txt",
         "open-mode": "append",
-        "nodes": first.nodes,
+        "nodes": max(job.nodes for job in batch.jobs),
         "ntasks-per-node": 1,
         "time": slurm.time,
         "partition": slurm.partition,
@@ -78,6 +78,19 @@ def render(batch: Batch) -> str:
             "",
         ]
     )
+
+
+def show(batches: Sequence[Batch]) -> str:
+    """What would be submitted: the order with what each waits for, then the scripts."""
+    words = {"afterok": "has succeeded", "afterany": "has ended, well or not"}
+    names = {batch.name for batch in batches}
+    lines = ["# order of submission:"]
+    for number, batch in enumerate(batches, 1):
+        after = [f"{name} {words[condition]}" for name, condition in batch.after.items() if name in names]
+        when = f"when {', and '.join(after)}" if after else "at once"
+        most = f", at most {batch.at_once} at a time" if batch.at_once < len(batch.jobs) else ""
+        lines.append(f"#   {number}. {batch.name}: {len(batch.jobs)} job(s){most}, starts {when}")
+    return "\n".join([*lines, *(f"\n# {batch.name}\n{render(batch)}" for batch in batches)])
 
 
 def batches_of_step(job: Job, after: Mapping[str, str] | None = None) -> list[Batch]:

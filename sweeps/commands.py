@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eagle3_train import config
@@ -15,11 +15,9 @@ from launch import run as run_job
 from launch.supervise import tail
 from sweeps import status
 
-WORDS = "status [--json] [--watch], logs JOB, retry [JOB...], cancel"
 
-
-def run(words: Sequence[str], overrides: Sequence[str]) -> int:
-    """Do what `words` say with the study that `overrides` name."""
+def run(words: Sequence[str], overrides: Sequence[str], usage: Mapping[str, str]) -> int:
+    """Do what `words` say with the study that `overrides` name. `usage`: the commands that there are, for the error."""
     cfg = config.compose(list(overrides))
     study = Path(cfg.paths.study)
     match list(words):
@@ -36,7 +34,9 @@ def run(words: Sequence[str], overrides: Sequence[str]) -> int:
         case ["cancel"]:
             cancel(cfg)
         case _:
-            raise ValueError(f"eagle3 study {' '.join(words)}: not understood; after `study` may stand {WORDS}")
+            raise ValueError(
+                f"eagle3 study {' '.join(words)}: not understood; after `study` may stand {', '.join(usage)}"
+            )
     return 0
 
 

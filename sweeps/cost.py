@@ -6,6 +6,7 @@ the estimate is an upper bound. FLOPs count a multiply-add twice, a backward pas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from eagle3_train.config import Config
 from eagle3_train.files import read_json
+from sweeps.heads import head_cost
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TRAINING_BYTES = 12  # a parameter in a checkpoint: fp32 weight and AdamW's two moments
@@ -91,16 +93,17 @@ def epochs(cfg: Config, data: Data) -> float:
 
 
 def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
-    """Of one point with an EAGLE-3 head, all its epochs. Rows that later steps lose at the ends of turns are not taken
-    off, so this is slightly too much."""
-    h, q, kv = shape.hidden, shape.queries, shape.keys
-    keys_values, head = 2 * 2 * h * kv, cfg.draft.vocab_size * h
-    rest = 2 * h * q + q * h + 3 * h * shape.intermediate
-    steps, rows = cfg.draft.steps, data.supervised
-    matrices = data.tokens * (n_inputs(cfg) * h * h + keys_values)
-    matrices += rows * (steps * (rest + head) + (steps - 1) * keys_values)
-    attention = steps * rows * (data.tokens / data.sequences / 2) * 2 * q
-    return epochs(cfg, data) * (6 * (matrices + attention) + 2 * rows * head)
+    """Of one point, all its epochs. Rows that later steps lose at the ends of turns are not taken off, so this is
+    slightly too much."""
+    head = head_cost(cfg.draft, shape, n_inputs(cfg))
+    if not head.parameters:
+        return 0.0
+    # Multiply-adds of a row's attention: half its document in the mean, once for the scores and once for the values.
+    seen = data.tokens / data.sequences * shape.queries
+    trained = data.tokens * (head.token + head.token_passes * seen) + data.supervised * (head.row + head.passes * seen)
+    # A frozen output head passes a gradient on and gets none; the target's own distribution is a forward only.
+    frozen = data.supervised * (4 * head.frozen + 2 * cfg.draft.vocab_size * shape.hidden)
+    return epochs(cfg, data) * (6 * trained + frozen)
 
 
 def capture_flops(shape: Shape, data: Data) -> float:
@@ -113,12 +116,32 @@ def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
 
 
 def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
-    h, q, kv = shape.hidden, shape.queries, shape.keys
-    layer = 2 * h * (q + 2 * kv) + q * h + 3 * h * shape.intermediate
-    return sum(
-        (layer + n_inputs(cfg) * h * h + cfg.draft.vocab_size * h) * TRAINING_BYTES * cfg.train.keep_last
-        for cfg in points
-    )
+    """The last ones of every point, and the best."""
+    kept = [(cfg, cfg.train.keep_last + (cfg.train.keep_best and cfg.train.eval_every is not None)) for cfg in points]
+    return sum(head_cost(cfg.draft, shape, n_inputs(cfg)).parameters * TRAINING_BYTES * n for cfg, n in kept)
+
+
+def optimizer_steps(cfg: Config, data: Data) -> int:
+    """Of a point."""
+    if cfg.train.regime == "steps":
+        return cfg.train.steps or 0
+    return math.ceil(cfg.train.epochs * data.tokens / cfg.train.batch_tokens)
+
+
+def training_bytes(cfg: Config, shape: Shape) -> dict[str, float]:
+    """Memory of one process while it trains, by what takes it. Activations are an estimate: what the backward pass
+    needs of each token and step of a forward pass, in the compute dtype."""
+    processes = cfg.launch.nodes * cfg.launch.nproc_per_node
+    shards = {"fsdp2": processes, "hsdp": cfg.engine.shard_size or 1}.get(cfg.engine.kind, 1)
+    tokens = cfg.train.micro_batch_tokens or cfg.train.batch_tokens / processes
+    width = 4 if cfg.train.compute_dtype == "fp32" else 2
+    per_step = 8 * shape.hidden + 2 * (shape.queries + shape.keys) + 4 * shape.intermediate
+    inputs = (n_inputs(cfg) + 1) * shape.hidden + cfg.draft.vocab_size  # states of the target, and its distribution
+    return {
+        "weights, gradients and optimizer state": 16 * head_cost(cfg.draft, shape, n_inputs(cfg)).parameters / shards,
+        "the target's embeddings and head": 4.0 * (shape.vocab + cfg.draft.vocab_size) * shape.hidden,
+        "activations": float(width * tokens * (inputs + cfg.draft.steps * per_step)),
+    }
 
 
 def n_inputs(cfg: Config) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
 from eagle3_train.config import Config
-from eagle3_train.console import duration
+from eagle3_train.console import duration, size
 from eagle3_train.files import read_json
 from launch import Job
 from sweeps import cost
@@ -24,6 +27,9 @@ def describe(study: Study) -> str:
             f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data.sequences} sequences, "
             f"{_length(point.cfg)}{decode})"
         )
+    lines += [f"  {item} matches no point" for item in study.unmatched]
+    if cfg.eval.decode and cfg.eval.decode_tasks and not any(p.cfg.eval.decode for p in study.points):
+        lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
     return "\n".join([*lines, _data(study)])
 
 
@@ -40,25 +46,51 @@ def _data(study: Study) -> str:
     if shape is None:
         return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
     flops = sum(cost.training_flops(p, shape, data.first(p.data.sequences)) for p in points)
+    supervised = f", {data.supervised:,.0f} of them supervised" if data.exact else ""  # known once it is prepared
     return "\n".join(
         [
-            f"{text}, {data.supervised:,.0f} of them supervised",
-            f"  disk: {at_most}{_gib(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
-            f"{_gib(cost.checkpoint_bytes(points, shape))} of checkpoints",
-            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, {flops:.2g} to train all "
-            f"points{_hours(study, flops)}",
+            text + supervised,
+            f"  disk: {at_most}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
+            f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
+            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, "
+            f"{at_most}{flops:.2g} to train all points{_hours(cfg, (p.dir for p in study.points), flops)}",
         ]
     )
 
 
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:,.2f} GiB"
+def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
+    """One point before it is trained: steps, tokens, FLOPs, memory and time, as far as known. `parameters`: of its head
+    by part, where the store that it is built from is there."""
+    data, shape = cost.data_of(cfg, cfg.data.sequences).first(cfg.data.sequences), cost.shape_of(cfg)
+    about = "about " if data.exact else "at most "
+    steps, consumed = cost.optimizer_steps(cfg, data), cost.epochs(cfg, data) * data.tokens
+    lines = [
+        f"point {cfg.point_name}, in {cfg.point_dir}",
+        f"  data: {data.sequences:,} sequences, {about}{data.tokens:,.0f} tokens, {_length(cfg)}",
+        f"  steps: {about}{steps:,} of {cfg.train.batch_tokens:,} tokens, {about}{consumed:,.0f} tokens in all",
+    ]
+    if parameters is not None:
+        lines.append("  parameters: " + ", ".join(f"{part} {count:,}" for part, count in parameters.items()))
+    if shape is None:
+        return "\n".join([*lines, "  the rest is known once the target model is there (eagle3 prepare)"])
+    flops, memory = cost.training_flops(cfg, shape, data), cost.training_bytes(cfg, shape)
+    parts = ", ".join(f"{size(n)} {what}" for what, n in memory.items())
+    siblings = sorted(path.parent for path in Path(cfg.paths.study).glob("*/train.json"))
+    return "\n".join(
+        [
+            *lines,
+            f"  memory: about {size(sum(memory.values()))} a process ({parts}); checkpoints "
+            f"{size(cost.checkpoint_bytes([cfg], shape))}",
+            f"  compute: {about}{flops:.2g} FLOPs{_hours(cfg, siblings, flops)}",
+        ]
+    )
 
 
-def _hours(study: Study, flops: float) -> str:
-    """Time of all training at the speed that points of this study had, or at `launch.tflops` a process."""
-    done = [read_json(p.dir / "train.json") for p in study.points if (p.dir / "train.json").is_file()]
-    launch = study.cfg.launch
+def _hours(cfg: Config, points: Iterable[Path], flops: float) -> str:
+    """Time of `flops` at the speed that these points had, or at `launch.tflops` a process."""
+    found = [read_json(p / "train.json") for p in points if (p / "train.json").is_file()]
+    done = [d for d in found if d["train_flops"]]
+    launch = cfg.launch
     if done:
         rate = sum(d["train_flops"] for d in done) / sum(d["wall_seconds"]["train"] for d in done)
         return f", {duration(flops / rate)} at the {rate / 1e12:.2g} TFLOP/s of the points that are trained"

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from eagle3_train import config
-from eagle3_train.config import Config
+from eagle3_train.config import Config, parse_overrides
 from launch.jobs import data_identity
+from sweeps.cost import shape_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Study:
 
     cfg: Config
     points: list[Point]
+    unmatched: list[str]  # items of study.exclude and study.decode_points that no point has
 
     @property
     def dir(self) -> Path:
@@ -53,24 +53,33 @@ def plan(overrides: Sequence[str]) -> Study:
     """Compose a study and all its points.
 
     `overrides` are Hydra overrides of anything. One of an axis sets the values of that axis, one or several:
-    `seed=0`, `data.scale=1,2,4`. Several values for another key add an axis. Raises ValueError for points that would
-    have to share a name or data that they do not share.
+    `seed=0`, `data.scale=1,2,4`. Several values for another key add an axis; `study.axes={...}` sets them all, in place
+    of the study file's. Of several overrides of one key the last holds. Raises ValueError for points that would have to
+    share a name or data that they do not share.
     """
     fixed, swept = _split(overrides)
+    instead = _axes_of(fixed.pop("study.axes", None))
     raw = config.compose_raw([*fixed.values()])
     base = config.resolve(deepcopy(raw))
-    axes = {key: [literal(v) for v in values] for key, values in base.study.axes.items()} | swept
+    of_file = {key: [literal(v) for v in values] for key, values in base.study.axes.items()}
+    axes = (of_file if instead is None else instead) | swept
+    if empty := [key for key, values in axes.items() if not values]:
+        raise ValueError(f"study {base.study.name!r}: axis {empty[0]} has no values; ~study.axes.{empty[0]} removes it")
     for key in axes.keys() & fixed.keys():  # the user fixed an axis
         axes[key] = [fixed.pop(key).partition("=")[2]]
-    points = []
+    points, found = [], set()
+    items = [("exclude", i) for i in base.study.exclude] + [("decode_points", i) for i in base.study.decode_points]
     for chosen, cfg in _compositions([*fixed.values()], raw, axes):
-        if any(matches(cfg, chosen, item) for item in base.study.exclude):
+        matched = {n for n, (_, item) in enumerate(items) if matches(cfg, chosen, item)}
+        found |= matched
+        if any(n < len(base.study.exclude) for n in matched):
             continue
         set_decode(cfg, chosen)
         points.append(Point(cfg.point_name, cfg, chosen))
     _check(base, points)
     base.study.axes = {key: [yaml.safe_load(value) for value in values] for key, values in axes.items()}
-    return Study(base, points)
+    unmatched = [f"study.{key}: {literal(item)}" for n, (key, item) in enumerate(items) if n not in found]
+    return Study(base, points, unmatched)
 
 
 def _compositions(
@@ -88,7 +97,7 @@ def _compositions(
         cfg = deepcopy(composed[choice])
         for key, value in chosen.items():
             if key not in groups:
-                (parsed,) = _parse([f"{key}={value}"])
+                (parsed,) = parse_overrides([f"{key}={value}"])
                 OmegaConf.update(cfg, key, parsed.value())
         yield chosen, config.resolve(cfg)
 
@@ -135,16 +144,25 @@ def _split(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str
     """Overrides of one value by their key, and those of several (`seed=0,1`) as axes."""
     fixed: dict[str, str] = {}
     swept: dict[str, list[str]] = {}
-    for text, override in zip(overrides, _parse(overrides), strict=True):
+    for text, override in zip(overrides, parse_overrides(list(overrides)), strict=True):
+        key = override.key_or_group
+        fixed.pop(key, None)
+        swept.pop(key, None)
         if override.is_sweep_override():
-            swept[override.key_or_group] = list(override.sweep_string_iterator())
+            swept[key] = list(override.sweep_string_iterator())
         else:
-            fixed[override.key_or_group] = text
+            fixed[key] = text
     return fixed, swept
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(overrides))
+def _axes_of(override: str | None) -> dict[str, list[str]] | None:
+    """The axes of an override `study.axes={key: [values], ...}`; a single value may stand without brackets."""
+    if override is None:
+        return None
+    value = parse_overrides([override])[0].value()
+    if not isinstance(value, dict):
+        raise ValueError(f"{override}: the axes are a mapping, such as 'study.axes={{data.scale: [1, 2], seed: [0]}}'")
+    return {str(k): [literal(x) for x in (v if isinstance(v, list) else [v])] for k, v in value.items()}
 
 
 def _check(base: Config, points: list[Point]) -> None:
@@ -157,6 +175,8 @@ def _check(base: Config, points: list[Point]) -> None:
                 f"study {base.study.name!r}: {point.overrides} and {other.overrides} define the same point "
                 f"{point.name}: remove the axis that changes nothing"
             )
+    if shape := shape_of(base):
+        config.check_layer_ids(base.capture.layer_ids, shape.layers)
     if len({data_identity(p.cfg) for p in points}) > 1:
         raise ValueError(
             f"study {base.study.name!r}: its points do not share their data (an axis changes target, corpus, capture, "

@@ -23,7 +23,8 @@ from launch.supervise import tail
 
 @dataclass(frozen=True)
 class JobStatus:
-    """`state`: queued | running | done | failed | stopped (its process ended without saying how). Times in seconds."""
+    """`state`: queued | running | done | failed | stopped (its process ended without saying how) | damaged (one of its
+    files cannot be read). Times in seconds."""
 
     name: str
     state: str
@@ -57,7 +58,7 @@ def jobs(study: Path) -> list[JobFolder]:
 
 
 def collect(study: Path) -> list[JobStatus]:
-    return [_status(study, job) for job in jobs(study)]
+    return [_readable(study, job) for job in jobs(study)]
 
 
 def as_json(study: Path) -> str:
@@ -104,6 +105,14 @@ def _table(rows: list[JobStatus]) -> Table:
             row.reason or (f"on {row.host}" if row.state == "running" and row.host else ""),
         )
     return table
+
+
+def _readable(study: Path, job: JobFolder) -> JobStatus:
+    """One job's damaged file hides no other job."""
+    try:
+        return _status(study, job)
+    except ValueError as e:
+        return JobStatus(job.name, "damaged", reason=str(e))
 
 
 def _status(study: Path, job: JobFolder) -> JobStatus:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from eagle3_train.config import Config
 from eagle3_train.console import duration, say
 from eagle3_train.files import write_json
 from launch import Job, Outcome, run, slurm
-from launch.jobs import SHARED
+from launch.jobs import SHARED, detach, is_measured
 from launch.lock import holder_of
 from sweeps.estimate import TimeLeft, describe
 from sweeps.points import Point, Study, plan
@@ -34,20 +35,26 @@ class Report:
     failed: dict[str, Outcome] = field(default_factory=dict)
 
 
-def run_study(overrides: Sequence[str]) -> Report:
+def run_study(overrides: Sequence[str], verify: Callable[[Config], None] = lambda cfg: None) -> Report:
     """Plan the study that `overrides` describe and run what is left of it. With `dry_run=true`: print the plan only.
+    `verify` may refuse the configuration of a point (ValueError) before anything is done.
 
     A failing point does not stop the others. Raises `cli.Failed` where a shared step fails, or where the study was
     cancelled. On a cluster (`launch=slurm`) it submits what is left and returns.
     """
     study = plan(overrides)
+    for point in study.points:
+        verify(point.cfg)
     say(describe(study))
     report = Report(study)
-    left = [p for p in study.points if not Job("point", p.cfg).is_done()]
+    changed = [step for step in SHARED if Job(step, study.cfg).has_changed()]
+    left = study.points if changed else _not_done(study)
     on_cluster = study.cfg.launch.kind == "slurm"
+    if changed:
+        say(f"settings or input of {' and '.join(changed)} have changed: done points are looked at again after it")
     if study.cfg.dry_run:
         if on_cluster and left:
-            say("\n".join(f"\n# {batch.name}\n{slurm.render(batch)}" for batch in batches(study, left)))
+            say(slurm.show(batches(study, left)))
         return report
     record(study)
     left = [p for p in left if not adopt(p)]
@@ -57,24 +64,27 @@ def run_study(overrides: Sequence[str]) -> Report:
         return report
     if left:
         share_data(study.cfg)
-        _run_points(report, left)
+        _run_points(report, _not_done(study))  # of the data as they are now
     for name, outcome in report.failed.items():
         say(outcome.text(name))
     return report
 
 
+def _not_done(study: Study) -> list[Point]:
+    return [p for p in study.points if not Job("point", p.cfg).is_done()]
+
+
 def adopt(point: Point) -> bool:
     """Share a point that another study of the same outputs has done: by a link to its folder. True: it is done now."""
-    if point.dir.is_symlink() and not point.dir.exists():
-        point.dir.unlink()  # the other study was deleted
+    detach(point.cfg)
     if point.dir.exists():
         return False
     for folder in sorted(Path(point.cfg.paths.outputs).glob(f"*/{point.name}")):
-        point.dir.symlink_to(os.path.relpath(folder, point.dir.parent))
-        if Job("point", point.cfg).is_done():
+        if is_measured(point.cfg, folder):
+            with suppress(FileExistsError):  # another process of this study was first
+                point.dir.symlink_to(os.path.relpath(folder, point.dir.parent))
             say(f"{point.name}: done by study {folder.parent.name!r}, shared")
             return True
-        point.dir.unlink()
     return False
 
 

@@ -56,6 +56,8 @@ class _State:
 class OracleHead:
     """Drafts x_{t+2+i} of the known `text` where `right(t, i)`, another token elsewhere. Beyond the text: 0."""
 
+    reads = slice(0, -1)
+
     def __init__(self, text: Tensor, right: Callable[[int, int], bool], steps: int, vocab: int = VOCAB) -> None:
         self.text, self.right, self.steps, self.vocab = text, right, steps, vocab
         self.calls: list[str] = []
@@ -104,6 +106,8 @@ class RandomHead:
 
     Its draft vocabulary is every second token of the target's, so that ids must be mapped.
     """
+
+    reads = slice(0, -1)
 
     def __init__(self, hidden: int, steps: int, vocab: int = VOCAB, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)

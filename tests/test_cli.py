@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from eagle3_train import cli, config, help
 from eagle3_train.steps import STEPS
+from eagle3_train.store import commands as store_commands
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,9 +54,48 @@ def test_help_shows_present_values_and_the_comments_of_the_configuration(capsys:
     assert "auto: bf16 where the device has fast bf16" in out  # above the field
 
 
-def test_every_key_in_the_help_exists() -> None:
+def test_every_key_in_the_help_exists_and_is_explained() -> None:
     for step in STEPS.values():
         assert set(step.keys) <= set(help.all_keys())
+        assert [key for key in step.keys if not help._comment(key)] == []
+
+
+@pytest.mark.parametrize("name", ["study", "store"])
+def test_help_lists_the_commands_of_a_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = eagle3(capsys, name, "--help")
+    words = {command.split()[0] for command in STEPS[name].commands}
+    assert all(f"\n  {word} " in out for word in words)
+    if name == "store":  # the parser's own commands, no more and no fewer
+        with pytest.raises(SystemExit):
+            store_commands.main(["--help"])
+        assert set(capsys.readouterr().out.partition("{")[2].partition("}")[0].split(",")) == words
+
+
+def test_of_repeated_overrides_the_last_holds() -> None:
+    cfg = config.compose(
+        ["seed=1", "engine=ddp", "seed=2", "engine=fsdp2", "target.chat_template_args={thinking: false}"]
+    )
+    assert (cfg.seed, cfg.engine.kind) == (2, "fsdp2")
+    assert cfg.target.chat_template_args == {"thinking": False}
+
+
+def test_power_tells_beforehand_what_a_design_sees(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    class Answer:
+        def text(self) -> str:
+            return "a gain of 0.02"
+
+    def power(scales: list[float], seeds: int, **sizes: object) -> Answer:
+        asked.update(sizes, scales=scales, seeds=seeds)
+        return Answer()
+
+    monkeypatch.setattr("analysis.power", power)
+    code, out, _ = eagle3(capsys, "study", "power", "data.scale=1,4", "seed=0,1,2", "draft.steps=5")
+    assert (code, out) == (0, "a gain of 0.02\n")
+    assert (asked["scales"], asked["seeds"], asked["tasks"], asked["draft_steps"]) == ([1, 4], 3, 2, 5)
 
 
 def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
@@ -71,12 +112,22 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], "no step 'trian': did you mean 'train'?"),
+        (["trian"], "no step 'trian': did you mean train?"),
         (["xyz"], "the steps are prepare, regenerate, capture,"),
-        (["train", "data.scal=2"], "did you mean data.scale"),
+        (["train", "data.scal=2"], "did you mean data.scale?"),
+        (["train", "lr=1"], "did you mean optim.lr?"),
+        (["study", "drft=a,b"], "did you mean draft?"),
         (["train", "draf=eagle3"], "did you mean draft"),
         (["train", "data.scale=many"], "'many' of type 'str' could not be converted to Float"),
-        (["train", "draft=eagle9"], "Available options in 'draft': eagle3"),
+        (
+            ["train", "draft=eagle9"],
+            "draft=eagle9: there is none: did you mean eagle3 or eagle1?\navailable for draft: ",
+        ),
+        (["study", "study=quikstart"], "did you mean quickstart?"),
+        (["study", "study.axes=3"], "the axes are a mapping"),
+        (["study", "study.axes={seed: []}"], "axis seed has no values"),
+        (["study", "study.axes={sed: [0]}"], "no key 'sed': did you mean seed?"),
+        (["study", "power", "a", "b"], "takes one word"),
         (["train", "draft.kind=eagle9"], "draft.kind='eagle9' is not one of"),
         (["train", "data.scale=[1"], "'data.scale=[1' is no override"),
         (["train", "data.scale=1,2"], "`eagle3 study` takes them"),
@@ -86,11 +137,11 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
         (["train", "--cfg", "hydra"], "`--cfg job`"),
         (["evaluate"], "run `eagle3 train` with the same overrides first"),
         (["study", "status"], "holds no study yet"),
-        (["study", "dance"], "not understood"),
+        (["study", "dance"], "may stand status [--json | --watch], logs JOB, retry [JOB...], cancel, power [PILOT]"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_a_mistake_is_named_in_two_lines_at_most_and_exit_code_2(
     arguments: list[str],
     words: str,
     capsys: pytest.CaptureFixture[str],
@@ -102,7 +153,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert words in err
-    assert err.count("\n") == 1
+    assert err.count("\n") <= 2
     assert not any(tmp_path.iterdir())  # before any work
 
 
@@ -133,6 +184,19 @@ def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
 
     assert cli.guarded(interrupted) == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+def test_sigterm_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def ended() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert cli.guarded(ended) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert "the same command continues" in capsys.readouterr().err
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"config", "files", "console", "device", "target"}
+BASE = {"config", "files", "console", "exits", "device", "target"}
 ROOMS: dict[str, set[str]] = {
     "corpus": set(),
     "store": set(),
     "drafts": set(),
     "tracking": set(),
     "capture": {"corpus", "store"},
-    "train": {"drafts", "store", "tracking"},
+    "export": {"drafts"},
+    "train": {"drafts", "export", "store", "tracking"},
     "decode": {"drafts"},
     "evaluate": {"decode", "drafts", "store"},
 }
@@ -63,12 +64,12 @@ def test_launch_sweeps_and_analysis_start_without_torch(package: str) -> None:
         tops = {n.split(".")[0] for n in names}
         assert "torch" not in tops, path
         assert not (tops & set(TOP)) - TOP[package] - {package}, path
-        allowed = set() if package == "analysis" else {"config", "files", "console", "cli"}
+        allowed = set() if package == "analysis" else {"config", "files", "console", "exits", "cli"}
         assert rooms_of(names) <= allowed, f"{path.relative_to(ROOT)} imports {rooms_of(names)}"
 
 
 def test_store_needs_no_transformers_and_config_no_torch() -> None:
     for path in files_of(ROOT / "eagle3_train" / "store"):
         assert "transformers" not in {n.split(".")[0] for n in imported(path)}, path
-    for name in ("config", "files", "console"):
+    for name in ("config", "files", "console", "exits"):
         assert "torch" not in {n.split(".")[0] for n in imported(ROOT / "eagle3_train" / f"{name}.py")}

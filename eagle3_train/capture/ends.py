@@ -36,7 +36,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where the token ids are wanted."""
-    device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment, union-attr]
     return torch.device("cpu") if device.type == "meta" else device  # on disk: accelerate moves what it is given
 
 

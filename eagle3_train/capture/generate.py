@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from eagle3_train.config import TaskConfig
 from eagle3_train.corpus import Row
 
 from .ends import input_device
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: greedy. `top_p`: sample from the smallest set of tokens that holds so much probability."""
+    """temperature 0: greedy. Filters act on the tempered distribution: the `top_k` likeliest tokens (0: all), of these
+    the smallest set that holds `top_p` of their probability."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+
+    @classmethod
+    def of_task(cls, task: TaskConfig, seed: int) -> Sampling:
+        """How the target continues a task's prompts."""
+        return cls(task.temperature, task.top_p, seed, task.top_k)
 
     def seed_of(self, name: str) -> int:
         """Seed of one continuation: it depends on no batch, no worker and no interruption. 63 bits."""
@@ -103,6 +111,9 @@ class _Nucleus:
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
         p_BV, token_BV = torch.softmax(scores.float() / self.sampling.temperature, -1).sort(-1, descending=True)
+        if 0 < self.sampling.top_k < p_BV.shape[1]:
+            p_BV[:, self.sampling.top_k :] = 0
+            p_BV /= p_BV.sum(-1, keepdim=True)
         before_BV = p_BV.cumsum(-1) - p_BV
         p_BV = p_BV.where(before_BV < self.sampling.top_p, 0.0)
         total_BV = p_BV.cumsum(-1)

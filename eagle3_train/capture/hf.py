@@ -139,8 +139,8 @@ class HfBackend:
         """Computed in batches of like lengths within a window of rows."""
         if job.task is not None:
             prompts = [Prompt(r.sample_id, r.input_ids, job.task.new_tokens) for r in rows]
-            new = self.generate(prompts, Sampling(), progress)
-            rows = [transcript(r, n) for r, n in zip(rows, new, strict=True)]
+            new = self.generate(prompts, Sampling.of_task(job.task, self.cfg.corpus.seed), progress)
+            rows = [transcript(r, np.asarray(n)) for r, n in zip(rows, new, strict=True)]
         lengths = [len(r.input_ids) for r in rows]
         dtype = DTYPES.get(job.spec.dtype, self.dtype)  # fp8 is made by the writer, with its scales
         with HiddenStates(self.model, job.spec.layer_ids, dtype, job.spec.logsumexp) as states:

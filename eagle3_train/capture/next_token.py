@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -40,7 +40,14 @@ class NextToken:
         return argmax, torch.cat([t.cpu() for t in norm]).numpy() if self.logsumexp else None
 
 
-def columns(loss_mask: np.ndarray, argmax: np.ndarray, logsumexp: np.ndarray | None) -> dict[str, np.ndarray | None]:
+class Columns(TypedDict):
+    """Two columns of a store's row."""
+
+    target_argmax: np.ndarray  # [T] int32
+    target_logsumexp: np.ndarray | None  # [T] float32
+
+
+def columns(loss_mask: np.ndarray, argmax: np.ndarray, logsumexp: np.ndarray | None) -> Columns:
     """Columns of a store's row from the values at its `wanted` positions: -1 and NaN elsewhere."""
     at = wanted(loss_mask)
     target_argmax = np.full(len(at), -1, np.int32)

@@ -115,7 +115,9 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     for task in cfg.eval.tasks:
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.
         dtype = cfg.store.transcript_dtype
-        sampling = {"temperature": 0.0, "max_new_tokens": task.new_tokens}
+        sampling: dict[str, Any] = {"temperature": task.temperature, "max_new_tokens": task.new_tokens}
+        if task.temperature:
+            sampling |= {"top_p": task.top_p, "top_k": task.top_k, "seed": cfg.corpus.seed}
         batches = -(-report["parts"][f"tasks/{task.name}"]["sequences"] // cfg.eval.generate_batch)
         path = f"{store}/transcripts/{task.name}"
         jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))

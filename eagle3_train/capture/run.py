@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.corpus import read_rows
 from eagle3_train.device import resolve_device, tune_allocator
+from eagle3_train.files import append_line
 from eagle3_train.store import ShardWriter, finalize, missing_shards, write_origin
 from eagle3_train.target import prepare_target
 
@@ -119,13 +121,15 @@ class Worker:
                     mismatched += int((sequence.target_argmax[:-1] != sequence.input_ids[1:])[known].sum())
         bar.update(expected - bar.units)  # a transcript may end before its limit: what was announced counts as done
         line = {"store": job.name, "shard": shard, "tokens": tokens, "seconds": round(time.monotonic() - started, 3)}
-        with open(self.log, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line | {"mismatched": mismatched, "compared": compared}) + "\n")
+        append_line(self.log, json.dumps(line | {"mismatched": mismatched, "compared": compared}))
 
 
 def _summary(log: Path) -> dict[str, Any]:
-    """Totals of the log by store; the last line of a shard counts."""
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+    """Totals of the log by store; the last line of a shard counts. A line that a killed writer cut counts nothing."""
+    lines = []
+    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
     shards = {(line["store"], line["shard"]): line for line in lines}
     totals: dict[str, dict[str, Any]] = {}
     for line in shards.values():

@@ -103,6 +103,7 @@ def sampling_params(new_tokens: int, stops: list[int], sampling: Sampling, name:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
         seed=sampling.seed_of(name) if sampling.temperature > 0 else None,
         max_tokens=new_tokens,
         stop_token_ids=stops,
@@ -149,7 +150,7 @@ class VllmBackend:
         self.next_token = NextToken(ends, spec.logsumexp)
         self.next_token.head.to(device)
         self.longest = max(int(job.lengths.max()) for job in jobs)
-        self.device, self._keys = device, count()
+        self.cfg, self.device, self._keys = cfg, device, count()
         self._receiver = Receiver(len(spec.layer_ids), spec.hidden_size, dtype)
         layers = {"eagle_aux_hidden_state_layer_ids": list(spec.layer_ids)}
         self.llm = open_engine(
@@ -217,8 +218,9 @@ class VllmBackend:
     def _params(self, job: Job, row: Row, key: int) -> SamplingParams:
         if job.task is None:
             return sampling_params(1, [], Sampling(), row.sample_id, eagle3_key=key)
+        sampling = Sampling.of_task(job.task, self.cfg.corpus.seed)
         return sampling_params(
-            job.task.new_tokens, self.stops, Sampling(), row.sample_id, eagle3_key=key, include_output_tokens=True
+            job.task.new_tokens, self.stops, sampling, row.sample_id, eagle3_key=key, include_output_tokens=True
         )
 
     @torch.inference_mode()

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import Config, CorpusConfig, SourceConfig, digest
+from eagle3_train.config import Config, CorpusConfig, SourceConfig, check_layer_ids, digest
 from eagle3_train.console import progress_bar, say
-from eagle3_train.files import file_fingerprint, read_json, write_json
+from eagle3_train.files import content_fingerprint, read_json, write_json
 from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
 
 from .filters import Filters
@@ -28,13 +28,16 @@ REPORT = "report.json"
 def prepare(cfg: Config) -> dict[str, Any]:
     """Write `paths.corpus`: train.parquet, validation.parquet, tasks/<task>.parquet, report.json. Returns the report.
 
-    Done once: with the same options and input files it does nothing; a change that matters redoes it, and is named.
+    Done once: with the same options and input files it does nothing; a change that matters redoes it, and is named. An
+    interrupted preparation starts from the beginning.
 
     Raises:
         ValueError: a missing file, a template that cannot be masked, too few usable conversations.
     """
     folder = Path(cfg.paths.corpus)
     target = prepare_target(cfg.target, cfg.paths.target)
+    model = read_json(target / "config.json")
+    check_layer_ids(cfg.capture.layer_ids, model.get("text_config", model)["num_hidden_layers"])
     identity = _identity(cfg, target)
     if (folder / REPORT).is_file():
         report = read_json(folder / REPORT)
@@ -45,6 +48,8 @@ def prepare(cfg: Config) -> dict[str, Any]:
             f"corpus: preparing {folder} anew, since these changed: {', '.join(_changes(report['identity'], identity))}"
         )
         (folder / REPORT).unlink()  # from here on the folder is unfinished
+    elif any(folder.glob("*.parquet")):
+        say(f"corpus: {folder} was left unfinished; an interrupted preparation reads its sources anew")
     tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
     template = Template(tokenizer, stop_ids(target, tokenizer), cfg.target.chat_template_args)
     with Pool(folder, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
@@ -88,10 +93,9 @@ def _identity(cfg: Config, target: Path) -> dict[str, Any]:
         sources[f"source {source.name}"] = asdict(source) | {"path": fingerprint(source)}
     tasks = {}
     for task in cfg.eval.tasks:
-        path = Path(task.path).expanduser() if task.path else None
         tasks[f"eval.tasks.{task.name}"] = {
             **{k: getattr(task, k) for k in ("source", "prompts", "max_prompt_tokens")},
-            "file": file_fingerprint(path) if path and path.is_file() else None,
+            "file": content_fingerprint(task.path) if task.path else None,
         }
     return {
         "version": VERSION,

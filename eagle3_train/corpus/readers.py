@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,10 +16,10 @@ import pyarrow as pa
 
 from eagle3_train.config import CorpusConfig, SourceConfig
 from eagle3_train.console import progress_bar
-from eagle3_train.files import file_fingerprint, find_package_file
+from eagle3_train.files import content_fingerprint, file_fingerprint, find_package_file
 
 from .messages import Conversation, Unusable, conversation_of
-from .scan import ScanReport, Stream, scan_lines, scan_objects
+from .scan import NotUtf8, ScanReport, Stream, scan_lines, scan_objects
 
 
 class _ArrowStream:
@@ -43,6 +44,9 @@ OPENERS: dict[str, Callable[[BinaryIO], Stream]] = {
     ".zst": lambda file: _ArrowStream(file, "zstd"),
     ".lz4": lambda file: _ArrowStream(file, "lz4"),
 }
+# What a damaged stream makes its decompressor raise; OSError: gzip, bz2, and a disk that cannot be read.
+DAMAGE = (OSError, zlib.error, lzma.LZMAError, pa.ArrowException)
+TABLES = (".parquet", ".arrow")
 SCANNERS = {"sharegpt": scan_objects, "jsonl": scan_lines}
 
 
@@ -69,17 +73,11 @@ def fingerprint(source: SourceConfig) -> Any:
     """Of a source's content, JSON-able; for a data set on the hub its name and revision stand for it.
 
     Raises:
-        ValueError: no such file.
+        ValueError: no such file, or one that its format does not read.
     """
     if source.format != "dataset":
         return file_fingerprint(_file(source))
-    path = Path(source.path).expanduser()
-    if path.is_file():
-        return file_fingerprint(path)
-    if path.is_dir():
-        files = (p for p in sorted(path.rglob("*")) if p.is_file())
-        return {str(p.relative_to(path)): file_fingerprint(p) for p in files}
-    return {"path": source.path, "revision": source.revision}
+    return content_fingerprint(source.path) or {"path": source.path, "revision": source.revision}
 
 
 def read_conversations(source: SourceConfig, report: SourceReport) -> Iterator[Conversation]:
@@ -97,6 +95,11 @@ def _file(source: SourceConfig) -> Path:
     file = find_package_file(source.path) if source.path.startswith("package:") else Path(source.path).expanduser()
     if not file.is_file():
         raise ValueError(f"corpus source {source.name!r}: path={source.path}: no such file")
+    if file.suffix in TABLES:
+        raise ValueError(
+            f"corpus source {source.name!r}: path={source.path} is a table, which format={source.format} does not "
+            "read: use format=dataset"
+        )
     return file
 
 
@@ -104,11 +107,19 @@ def _scanned(source: SourceConfig, report: SourceReport) -> Iterator[dict[str, A
     path, scan = _file(source), ScanReport()
     size, opener = path.stat().st_size, OPENERS.get(path.suffix)
     with open(path, "rb") as raw, progress_bar(f"reading {source.name}", size, "bytes") as bar:
-        for record in SCANNERS[source.format](opener(raw) if opener else raw, scan):
-            report.conversations = scan.objects
-            yield record
-            if (position := raw.tell()) != bar.units:
-                bar.update(position - bar.units)
+        try:
+            for record in SCANNERS[source.format](opener(raw) if opener else raw, scan):
+                report.conversations = scan.objects
+                yield record
+                if (position := raw.tell()) != bar.units:
+                    bar.update(position - bar.units)
+        except DAMAGE as e:
+            raise ValueError(
+                f"corpus source {source.name!r}: {path} is damaged: {scan.objects:,} records could be read, then "
+                f"{type(e).__name__}: {e}. Fetch it again, or give the source a limit of so many"
+            ) from e
+        except NotUtf8 as e:
+            raise ValueError(f"corpus source {source.name!r}: {path}: {e}") from e
         bar.update(size - bar.units)
     report.conversations, report.malformed = scan.objects, scan.malformed
     report.cut_bytes, report.stream_cut = scan.cut_bytes, scan.stream_cut
@@ -138,7 +149,7 @@ def _load_dataset(source: SourceConfig) -> Any:
             saved = datasets.load_from_disk(str(path))
             return saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
         if path.is_file():
-            kind = {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix, "json")
+            kind = path.suffix[1:] if path.suffix in TABLES else "json"
             return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
         return datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision, streaming=True

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from eagle3_train.files import temporary_path
+from eagle3_train.files import sweep_temporaries, temporary_path
 
 SCHEMA = pa.schema(
     [
@@ -42,6 +42,7 @@ class RowWriter:
 
     def __enter__(self) -> RowWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        sweep_temporaries(self.path)
         self.parquet = pq.ParquetWriter(self.temporary, SCHEMA, compression="zstd")
         return self
 

@@ -11,7 +11,12 @@ from typing import Any, Protocol
 # A whole string, a bracket, or a quote whose string is not whole in what has been read so far.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]|"', re.DOTALL)
 CHUNK = 1 << 20
+OTHER_ENCODINGS = (b"\xff\xfe", b"\xfe\xff")  # byte-order marks of UTF-16 and UTF-32
 MAX_OBJECT_BYTES = 256 << 20  # memory bound: a longer object is taken for broken, and reading ends there
+
+
+class NotUtf8(ValueError):
+    """Text in another encoding; the message says what to do."""
 
 
 class Stream(Protocol):
@@ -86,13 +91,19 @@ def scan_lines(file: Stream, report: ScanReport) -> Iterator[dict[str, Any]]:
 
 
 def _read(file: Stream, size: int, report: ScanReport) -> bytes:
-    """`size` bytes, fewer only at the end. A stream that breaks off gives what came before, which `read` would lose."""
+    """`size` bytes, fewer only at the end. A stream that breaks off gives what came before, which `read` would lose.
+
+    Raises:
+        NotUtf8: text in UTF-16 or UTF-32.
+    """
     chunk = bytearray()
     try:
         while len(chunk) < size and (part := file.read1(size - len(chunk))):
             chunk += part
     except EOFError:
         report.stream_cut = True
+    if not report.bytes and (chunk.startswith(OTHER_ENCODINGS) or b"\0" in chunk[:4]):
+        raise NotUtf8("its text is UTF-16 or UTF-32: make it UTF-8 (iconv -f UTF-16 -t UTF-8 OLD > NEW)")
     report.bytes += len(chunk)
     return bytes(chunk)
 
@@ -100,7 +111,7 @@ def _read(file: Stream, size: int, report: ScanReport) -> bytes:
 def _parse(raw: bytes, report: ScanReport) -> dict[str, Any] | None:
     try:
         value = json.loads(raw)
-    except ValueError:  # JSON's and Unicode's errors are both of it
+    except (ValueError, RecursionError):  # JSON's and Unicode's errors; brackets a thousand deep
         value = None
     if not isinstance(value, dict):
         report.malformed += 1

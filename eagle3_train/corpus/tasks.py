@@ -83,17 +83,25 @@ def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, str]]:
     path = Path(task.path or "").expanduser()
     if not path.is_file():
         raise ValueError(f"eval task {task.name!r}: path={task.path}: no such file")
-    report = ScanReport()
+    report, seen = ScanReport(), set()
     with open(path, "rb") as file:
-        for number, record in enumerate(scan_lines(file, report)):
-            yield f"{task.name}/{record.get('question_id', number)}", _first_turn(record, path, number)
+        try:
+            for number, record in enumerate(scan_lines(file, report)):
+                name = str(record.get("question_id", number))
+                if name in seen:
+                    raise ValueError(f"question_id {name} stands twice; each question needs its own, or none has any")
+                seen.add(name)
+                yield f"{task.name}/{name}", _first_turn(record, number)
+        except ValueError as e:
+            raise ValueError(f"eval task {task.name!r}: {path}: {e}") from e
     if report.malformed or report.cut_bytes:
-        raise ValueError(f"{path}: {report.malformed + bool(report.cut_bytes)} of its lines are no JSON objects")
+        lines = report.malformed + bool(report.cut_bytes)
+        raise ValueError(f"eval task {task.name!r}: {path}: {lines} of its lines are no JSON objects")
 
 
-def _first_turn(record: dict[str, Any], path: Path, number: int) -> str:
+def _first_turn(record: dict[str, Any], number: int) -> str:
     turns = record.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{path}: record {number + 1} has neither `turns`, a list of texts, nor a text `prompt`")
+        raise ValueError(f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt`")
     return prompt

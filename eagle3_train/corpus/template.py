@@ -154,8 +154,8 @@ class Template:
 
         try:
             return self.render(messages, prompt)
-        except TemplateError as e:
-            raise Unusable(f"the chat template refuses it: {e}") from e
+        except (TemplateError, TypeError) as e:
+            raise Unusable(f"the chat template refuses it: {' '.join(str(e).split())}") from e
 
     def _refuse_special(self, messages: list[Message]) -> None:
         if any(self._special.search(m["content"]) for m in messages):
@@ -163,7 +163,13 @@ class Template:
 
     def _probe(self) -> None:
         """Find the template's end-of-turn token, and refuse a template whose turns cannot be told apart exactly."""
-        text, prompt = self.render(PROBE), self.render(PROBE[:-1], prompt=True)
+        try:
+            text, prompt = self._rendered(PROBE), self._rendered(PROBE[:-1], prompt=True)
+        except Unusable as e:
+            raise ValueError(
+                f"the chat template cannot render two questions with their answers ({e}): correct it, or give another: "
+                "target.chat_template=FILE.jinja"
+            ) from e
         ids, prompt_ids = self.ids(text), self.ids(prompt)
         reply = PROBE[-1]["content"]
         tail = self.ids(text[text.rindex(reply) + len(reply) :]) if reply in text else []

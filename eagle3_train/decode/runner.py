@@ -17,7 +17,7 @@ class Output(NamedTuple):
     """What one target forward of n tokens gives."""
 
     logits: Tensor  # [n, V], or [1, V] of the last token alone; the model's dtype
-    features: Tensor  # [n, n_in, H]: the states entering the input layers, ascending; [0] where not asked for
+    features: Tensor  # [n, n_in, H]: the states entering the input layers, ascending; [n, 0] where not asked for
 
 
 class TargetRunner:
@@ -95,7 +95,8 @@ class TargetRunner:
             for hook in hooks:
                 hook.remove()
         return Output(
-            logits[-1:] if last_only else logits, torch.stack(taken, dim=1) if features else logits.new_empty(0)
+            logits[-1:] if last_only else logits,
+            torch.stack(taken, dim=1) if taken else logits.new_empty(len(tokens), 0),
         )
 
     def _mask(self, visible: Tensor) -> Tensor:

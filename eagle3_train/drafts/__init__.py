@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import Draft, DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, supervised_counts
+from eagle3_train.drafts.block import Block
+from eagle3_train.drafts.eagle1 import Eagle1
 from eagle3_train.drafts.eagle3 import Eagle3
+from eagle3_train.drafts.lm import DraftLM
+from eagle3_train.drafts.medusa import Medusa
+from eagle3_train.drafts.mtp import MTP
+from eagle3_train.drafts.prompt_lookup import PromptLookup
 from eagle3_train.drafts.vocab import DraftVocab
 
-HEADS: dict[str, type[Eagle3]] = {"eagle3": Eagle3}
+HEADS: dict[str, Callable[[DraftConfig, TargetPart, DraftVocab, int], Draft]] = {
+    "eagle3": Eagle3,
+    "eagle1": Eagle1,
+    "medusa": Medusa,
+    "lm": DraftLM,
+    "mtp": MTP,
+    "block": Block,
+    "prompt_lookup": PromptLookup,
+}
 
 
 def build(cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> Draft:
@@ -17,11 +33,18 @@ def build(cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int
 
 
 __all__ = [
+    "HEADS",
+    "MTP",
+    "Block",
     "Draft",
     "DraftBatch",
+    "DraftLM",
     "DraftState",
     "DraftVocab",
+    "Eagle1",
     "Eagle3",
+    "Medusa",
+    "PromptLookup",
     "StepLoss",
     "TargetPart",
     "build",

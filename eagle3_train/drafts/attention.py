@@ -3,14 +3,14 @@
 The query of anchor t at step i sees the step-0 keys j <= t of its document and the i keys (t, 1..i) of its own chain,
 nothing else.
 
-Two implementations of the same function:
+Implementations of the same function:
 
 - `merge`: the device's fused kernel over the step-0 keys, i dot products a row over the own chain, merged through the
   log-sum-exp. Its exact backward for the step-0 part is the ordinary flash backward called with the *merged* output
   and the *merged* log-sum-exp (the identity that ring attention uses: P = exp(s - L) and dS = P (dP - rowsum(dO * O))
   hold for any subset of the keys); the own-chain part is elementwise. Nothing of size [rows, keys] is ever kept.
-- `reference`: the explicit mask and a plain softmax, quadratic in memory: the definition, and the fallback where no
-  fused kernel is wired up.
+- `flex`: FlexAttention over step-0 keys and own chains under one block mask. torch has no backward of it for CPUs.
+- `reference`: the explicit mask and a plain softmax, quadratic in memory: the definition.
 
 Shapes: q [R, n_heads, d]; k0, v0 [N, n_kv, d] (step-0 keys of all tokens); ck, cv [C, R, n_kv, d] (own chain, C = i
 keys a row); segments (document start, first anchor, rows), whose rows lie end to end in q. Returns [R, n_heads, d].
@@ -18,32 +18,49 @@ keys a row); segments (document start, first anchor, rows), whose rows lie end t
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from eagle3_train.drafts import fused
 
 Segments = list[tuple[int, int, int]]
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments, kind: str) -> Tensor:
-    """Attention by `kind`: merge | reference. See the module's docstring for shapes."""
-    if kind == "merge" and q.device.type == "cpu":
+    """Attention by `kind`: auto | merge | flex | reference. See the module's docstring for shapes.
+
+    auto: flex on GPUs, merge on CPUs. ValueError where `kind` cannot run on the device of `q`.
+    """
+    if kind == "auto":
+        kind = "flex" if q.is_cuda else "merge"
+    if kind == "merge":
+        fused.check(q)
         return _Merge.apply(q, k0, v0, ck, cv, segments)
+    if kind == "flex":
+        return attend_flex(q, k0, v0, ck, cv, segments)
     return attend_reference(q, k0, v0, ck, cv, segments)
+
+
+def visible(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each row, its document's start and its anchor, both [R] int64: it sees the step-0 keys from the one to the
+    other."""
+    none = [torch.zeros(0, dtype=torch.long)]
+    anchors = torch.cat([torch.arange(first, first + n) for _, first, n in segments] or none)
+    starts = torch.cat([torch.full((n,), start) for start, _, n in segments] or none)
+    return starts.to(device), anchors.to(device)
 
 
 def attend_reference(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
     """Explicit mask and softmax over step-0 keys and own chain at once; the softmax in fp32 at least."""
     n_heads, d = q.shape[1:]
     group = n_heads // k0.shape[1]
-    none = [torch.zeros(0, dtype=torch.long)]
-    anchors = torch.cat([torch.arange(first, first + n) for _, first, n in segments] or none)
-    starts = torch.cat([torch.full((n,), start) for start, _, n in segments] or none)
-    keys = torch.arange(k0.shape[0])
-    seen = ((keys <= anchors[:, None]) & (keys >= starts[:, None])).to(q.device)  # [R, N]
+    starts, anchors = visible(segments, q.device)
+    keys = torch.arange(k0.shape[0], device=q.device)
+    seen = (keys <= anchors[:, None]) & (keys >= starts[:, None])  # [R, N]
     scores0 = torch.einsum("rhd,nhd->rhn", q, k0.repeat_interleave(group, 1)).masked_fill(~seen[:, None], float("-inf"))
     scores_c = torch.einsum("rhd,crhd->rhc", q, ck.repeat_interleave(group, 2))
     scores = torch.cat([scores0, scores_c], -1) * d**-0.5
@@ -53,44 +70,53 @@ def attend_reference(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, 
     return out0 + torch.einsum("rhc,crhd->rhd", pc, cv.repeat_interleave(group, 2))
 
 
-_masks: dict[tuple[torch.dtype, int], Tensor] = {}
+def block_mask(segments: Segments, n_tokens: int, chain: int, device: torch.device) -> BlockMask:
+    """Mask of R queries over N step-0 keys, then R keys for each of `chain` steps, of which each row sees its own."""
+    starts, anchors = visible(segments, device)
+    n_rows = len(anchors)
+
+    def seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        step0 = (key >= starts[row]) & (key <= anchors[row])
+        own = (key - n_tokens) % n_rows == row
+        return torch.where(key < n_tokens, step0, own)
+
+    return create_block_mask(seen, None, None, n_rows, n_tokens + chain * n_rows, device=device)
 
 
-def _causal_mask(size: int, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask of at least `size`; segments use views of it, so that none is built in the loop."""
-    rounded = 1 << max(size - 1, 1).bit_length()
-    if (dtype, rounded) not in _masks:
-        _masks[dtype, rounded] = torch.full((rounded, rounded), float("-inf"), dtype=dtype).triu(1)
-    return _masks[dtype, rounded]
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def attend_flex(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
+    """FlexAttention: compiled on GPUs; on CPUs its forward alone, for comparison. Not yet run on a GPU."""
+    if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
+        raise ValueError("draft.attention=flex cannot be trained on a CPU: use draft.attention=auto or merge")
+    if not len(q):
+        return attend_reference(q, k0, v0, ck, cv, segments)
+    mask = block_mask(segments, len(k0), len(ck), q.device)
+    keys, values = (torch.cat((x0, xc.flatten(0, 1))) for x0, xc in ((k0, ck), (v0, cv)))
+    kernel = _compiled_flex() if q.is_cuda else flex_attention
+    q, keys, values = (_heads_first(x).contiguous() for x in (q, keys, values))
+    return kernel(q, keys, values, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[T, h, d] -> [1, h, T, d], a view: the layout of the fused kernels."""
+    """[T, h, d] -> [1, h, T, d], a view: the layout of FlexAttention."""
     return x.transpose(0, 1)[None]
 
 
 class _Merge(torch.autograd.Function):
-    """The CPU's fused kernel over step-0 keys, merged with the own chain."""
+    """The device's fused kernel over step-0 keys, merged with the own chain."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:  # ty: shapes in the module's docstring
+    def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
         n_rows, n_heads, d = q.shape
         n_kv = k0.shape[1]
         group = n_heads // n_kv
         scale = d**-0.5
-        out = torch.empty_like(q)
-        lse = q.new_empty(n_rows, n_heads, dtype=torch.promote_types(q.dtype, torch.float32))
-        row = 0
-        for start, first, n in segments:
-            mask = _causal_mask(first - start + n, q.dtype)[first - start : first - start + n, : first - start + n]
-            keys, values = (_heads_first(x[start : first + n].repeat_interleave(group, 1)) for x in (k0, v0))
-            o, part = _flash_forward(
-                _heads_first(q[row : row + n]), keys, values, 0.0, False, attn_mask=mask, scale=scale
-            )
-            out[row : row + n] = o[0].transpose(0, 1)
-            lse[row : row + n] = part[0].T
-            row += n
-        assert row == n_rows, "segments must cover the rows"
+        assert sum(n for _, _, n in segments) == n_rows, "segments must cover the rows"
+        out, lse, kernel_state = fused.forward(q, k0, v0, segments, scale)
         if ck.shape[0]:
             scores = torch.einsum("rkgd,crkd->rkgc", q.view(n_rows, n_kv, group, d), ck).mul_(scale).to(lse.dtype)
             merged = torch.logaddexp(lse, scores.logsumexp(-1).view(n_rows, n_heads))
@@ -98,32 +124,19 @@ class _Merge(torch.autograd.Function):
             out.mul_((lse - merged).exp_()[..., None].to(q.dtype))
             out.view(n_rows, n_kv, group, d).add_(torch.einsum("rkgc,crkd->rkgd", own, cv))
             lse = merged
-        ctx.save_for_backward(q, k0, v0, ck, cv, out, lse)
+        ctx.save_for_backward(q, k0, v0, ck, cv, out, lse, *kernel_state)
         ctx.segments = segments
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k0, v0, ck, cv, out, lse = ctx.saved_tensors
+        q, k0, v0, ck, cv, out, lse, *kernel_state = ctx.saved_tensors
         grad = grads[0].contiguous()
         n_rows, n_heads, d = q.shape
         n_kv = k0.shape[1]
         group = n_heads // n_kv
         scale = d**-0.5
-        dq, dk0, dv0 = torch.empty_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-        row = 0
-        for start, first, n in ctx.segments:
-            rows, span = slice(row, row + n), slice(start, first + n)
-            mask = _causal_mask(first - start + n, q.dtype)[first - start : first - start + n, : first - start + n]
-            keys, values = (_heads_first(x[span].repeat_interleave(group, 1)) for x in (k0, v0))
-            gq, gk, gv = _flash_backward(
-                _heads_first(grad[rows]), _heads_first(q[rows]), keys, values, _heads_first(out[rows]),
-                lse[rows].T[None].contiguous(), 0.0, False, attn_mask=mask, scale=scale,
-            )  # fmt: skip
-            dq[rows] = gq[0].transpose(0, 1)
-            dk0[span] += gk[0].transpose(0, 1).reshape(-1, n_kv, group, d).sum(2)
-            dv0[span] += gv[0].transpose(0, 1).reshape(-1, n_kv, group, d).sum(2)
-            row += n
+        dq, dk0, dv0 = fused.backward(grad, q, k0, v0, out, lse, ctx.segments, scale, kernel_state)
         dck, dcv = torch.zeros_like(ck), torch.zeros_like(cv)
         if ck.shape[0]:
             qg, gg = q.view(n_rows, n_kv, group, d), grad.view(n_rows, n_kv, group, d)

@@ -42,6 +42,19 @@ class StepLoss(Protocol):
         """
         ...
 
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        """Scaled smooth-L1 distance of one step, for heads that predict the target's features too. Both [R, H]."""
+        ...
+
+    def steps(
+        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
+    ) -> Tensor:
+        """The sum of all steps' losses under one `lm_head`, their rows end to end; the training objective does it with
+        one gradient of `lm_head` in memory."""
+        parts = zip(hidden.split(rows_by_step), target_rows.split(rows_by_step), strict=True)
+        losses = [self(step, h, lm_head, targets, rows) for step, (h, rows) in enumerate(parts)]
+        return torch.stack(losses).sum()
+
 
 @dataclass
 class DraftState:
@@ -68,9 +81,11 @@ class Draft(nn.Module):
 
     steps: int  # K
     n_layers: int  # states of the target that a batch carries (inputs and the final one)
+    reads: slice = slice(0, -1)  # which of these `observe` takes: all but the final one
     hidden_size: int  # of the target
     vocab: DraftVocab
     frozen_parameters: int  # of the target, used and not trained
+    compiled: bool = False  # torch.compile what lies between the matrix products, the objective's part included
 
     def forward(self, batch: DraftBatch, loss: StepLoss) -> Tensor:
         """Scaled training loss of a batch, a scalar that carries the gradient."""
@@ -79,6 +94,11 @@ class Draft(nn.Module):
     def kept_targets(self, batch: DraftBatch) -> Tensor:
         """[N] bool: positions whose target argmax lies inside the draft vocabulary."""
         raise NotImplementedError
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the head has anything to train."""
+        return any(True for _ in self.parameters())
 
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:
@@ -111,12 +131,15 @@ class Draft(nn.Module):
         raise NotImplementedError
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters by top-level part, `trainable` in all, and `frozen` ones of the target that the head uses."""
+        """Parameters by top-level part, `trainable` in all, and `frozen` ones: the head's own and the target's."""
         counts: dict[str, int] = {}
+        trainable = 0
         for name, parameter in self.named_parameters():
             part = name.split(".")[0]
             counts[part] = counts.get(part, 0) + parameter.numel()
-        return counts | {"trainable": sum(counts.values()), "frozen": self.frozen_parameters}
+            trainable += parameter.numel() * parameter.requires_grad
+        frozen = sum(counts.values()) - trainable + self.frozen_parameters
+        return counts | {"trainable": trainable, "frozen": frozen}
 
     def flops(self, batch: DraftBatch) -> float:
         """GEMM and attention FLOPs of one forward and backward pass over `batch`."""

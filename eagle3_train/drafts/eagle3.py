@@ -2,150 +2,49 @@
 
 Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test". The exact
 computation is DESIGN section 5 / docs/mathematics.md. Module names are those of the speculators format.
-Shape suffixes: N tokens of a batch, R rows (anchors) of a step, H hidden size, D draft vocabulary, d head dim.
+Shape suffixes: N tokens of a batch, R rows (anchors) of a step, H hidden size of the target, W width of the head (H by
+default), D draft vocabulary, d head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import Draft, DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
+from eagle3_train.drafts.layer import Dims, Layer, RMSNorm, Rotary, rope_inverse_frequencies
 from eagle3_train.drafts.vocab import DraftVocab
 
 
-@dataclass(frozen=True)
-class Dims:
-    """Sizes of the layer, taken from the target's configuration."""
+@dataclass
+class _Memory:
+    """Keys and values of one layer while a batch is unrolled: step 0's of all tokens, and each row's own chain."""
 
-    hidden: int
-    n_heads: int
-    n_kv: int
-    head_dim: int
-    intermediate: int
-    eps: float
+    k0: Tensor  # [N, n_kv, d], rotated
+    v0: Tensor
+    keys: list[Tensor] = field(default_factory=list)  # [R, n_kv, d] a step
+    values: list[Tensor] = field(default_factory=list)
 
-    @classmethod
-    def of_target(cls, config: dict[str, Any]) -> Dims:
-        n_heads = config["num_attention_heads"]
-        return cls(
-            hidden=config["hidden_size"],
-            n_heads=n_heads,
-            n_kv=config.get("num_key_value_heads") or n_heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // n_heads,
-            intermediate=config["intermediate_size"],
-            eps=config.get("rms_norm_eps", 1e-6),
-        )
+    def extend(self, keep: Tensor, k: Tensor, v: Tensor) -> None:
+        """Another step; rows that ended leave the chains."""
+        self.keys = [*(c.index_select(0, keep) for c in self.keys), k]
+        self.values = [*(c.index_select(0, keep) for c in self.values), v]
 
-
-def rope_inverse_frequencies(config: dict[str, Any], head_dim: int) -> Tensor:
-    """[d/2] fp64, of the target's own rotary embedding; scaled kinds come from transformers."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
-        return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    full = AutoConfig.for_model(**config)
-    inverse, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](full, torch.device("cpu"))
-    if scaling != 1.0:
-        raise ValueError(
-            f"rope_type {parameters['rope_type']!r} scales attention by {scaling}: not supported by draft heads"
-        )
-    return inverse
-
-
-class Rotary:
-    """Cosines and sines by position, [positions, d/2] fp64, grown on demand and kept a copy a device.
-
-    No buffer of the module: a head cast to bf16 must not cast its angles (position 1000 has no bf16 neighbour 1001).
-    """
-
-    def __init__(self, inverse_frequencies: Tensor) -> None:
-        self.inverse_frequencies = inverse_frequencies.double()
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def rotate(self, x: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Half-split rotary embedding. x [R, heads, d]; positions [R] int64, all below `longest`."""
-        cos, sin = (table[positions][:, None].to(x.dtype) for table in self._table(x.device, longest))
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def _table(self, device: torch.device, longest: int) -> tuple[Tensor, Tensor]:
-        table = self._tables.get(device)
-        if table is None or len(table[0]) < longest:
-            size = 1 << max(longest - 1, 1023).bit_length()
-            angles = torch.arange(size)[:, None] * self.inverse_frequencies
-            table = self._tables[device] = (angles.cos().to(device), angles.sin().to(device))
-        return table
-
-
-class RMSNorm(nn.RMSNorm):
-    """The weight follows the input's dtype: fp32 masters under bf16 activations take the fused kernel too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    """q, k, v of the concatenation [embedding; hidden], 2H wide."""
-
-    def __init__(self, dims: Dims) -> None:
-        super().__init__()
-        self.dims = dims
-        self.q_proj = nn.Linear(2 * dims.hidden, dims.n_heads * dims.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * dims.hidden, dims.n_kv * dims.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * dims.hidden, dims.n_kv * dims.head_dim, bias=False)
-        self.o_proj = nn.Linear(dims.n_heads * dims.head_dim, dims.hidden, bias=False)
-
-    def query(self, x: Tensor) -> Tensor:
-        return self.q_proj(x).unflatten(-1, (self.dims.n_heads, self.dims.head_dim))
-
-    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (self.dims.n_kv, self.dims.head_dim)
-        return self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
-
-
-class MLP(nn.Module):
-    def __init__(self, dims: Dims) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
-        self.up_proj = nn.Linear(dims.hidden, dims.intermediate, bias=False)
-        self.down_proj = nn.Linear(dims.intermediate, dims.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """The draft layer. Its parts are called one by one: keys are needed of all tokens, the rest of anchors only."""
-
-    def __init__(self, dims: Dims) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(dims.hidden, dims.eps)
-        self.hidden_norm = RMSNorm(dims.hidden, dims.eps)
-        self.self_attn = Attention(dims)
-        self.post_attention_layernorm = RMSNorm(dims.hidden, dims.eps)
-        self.mlp = MLP(dims)
-
-    def join(self, normed_embedding: Tensor, hidden: Tensor) -> Tensor:
-        """[R, 2H], embedding first."""
-        return torch.cat((normed_embedding, self.hidden_norm(hidden)), -1)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Residual (un-normed), MLP: the un-normed output that the next step takes in. attended [R, heads, d]."""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def chain(self, rows: int) -> tuple[Tensor, Tensor]:
+        """[C, R, n_kv, d] each."""
+        if not self.keys:
+            empty = self.k0.new_zeros(0, rows, *self.k0.shape[1:])
+            return empty, empty
+        return torch.stack(self.keys), torch.stack(self.values)
 
 
 class Eagle3(Draft):
@@ -162,13 +61,29 @@ class Eagle3(Draft):
         super().__init__()
         self.steps = cfg.steps
         self.attention = cfg.attention
+        self.recompute, self.compiled = cfg.recompute, cfg.compile
         self.vocab = vocab
-        self.dims = dims = Dims.of_target(target.config)
-        self.n_layers, self.hidden_size = n_inputs + 1, dims.hidden
-        self.fc = nn.Linear(n_inputs * dims.hidden, dims.hidden, bias=False)
-        self.layers = nn.ModuleList([Layer(dims)])
+        self.layer_config = target.config  # what the layer is built like: sizes and rotary embedding
+        whole = Dims.of_target(target.config)
+        options = cfg.eagle3
+        self.dims = dims = whole.resized(options.hidden_size, options.intermediate_size)
+        self.n_layers, self.hidden_size = n_inputs + 1, whole.hidden
+        resized = dims.hidden != whole.hidden
+        embedded = target.embed_tokens.shape[1]  # a published head of another width brings its own embedding
+        self.embed_proj = nn.Linear(embedded, dims.hidden, bias=False) if embedded != dims.hidden else None
+        self.input_norm = RMSNorm(n_inputs * whole.hidden, dims.eps) if options.norm_before_fc else None
+        norms = (RMSNorm(whole.hidden, dims.eps) for _ in range(n_inputs))
+        self.fc_norm = nn.ModuleList(norms) if options.fc_norm else None
+        self.fc = nn.Linear(n_inputs * whole.hidden, dims.hidden, bias=False)
+        self.layers = nn.ModuleList(
+            [Layer(dims, number == 0, options.norm_before_residual) for number in range(options.layers)]
+        )
         self.norm = RMSNorm(dims.hidden, dims.eps)
-        self.lm_head = nn.Linear(dims.hidden, len(vocab.ids), bias=False)
+        self.norm_output = options.norm_output
+        # A head of another width that starts from the target's rows reads them through a projection of its own.
+        through = resized and cfg.init_lm_head == "target"
+        self.head_proj = nn.Linear(dims.hidden, whole.hidden, bias=False) if through else None
+        self.lm_head = nn.Linear(whole.hidden if through else dims.hidden, len(vocab.ids), bias=False)
         ids = torch.from_numpy(vocab.ids)
         frozen = {
             "embed_tokens": target.embed_tokens.float(),
@@ -182,6 +97,7 @@ class Eagle3(Draft):
         self.rotary = Rotary(rope_inverse_frequencies(target.config, dims.head_dim))
         self.frozen_parameters = self.embed_tokens.numel()
         self._initialise(cfg, target)
+        self.lm_head.weight.requires_grad_(options.lm_head == "trained")
 
     def _initialise(self, cfg: DraftConfig, target: TargetPart) -> None:
         for module in self.modules():
@@ -190,12 +106,19 @@ class Eagle3(Draft):
         with torch.no_grad():
             if cfg.init_lm_head == "target":
                 self.lm_head.weight.copy_(self.target_rows)
-                self.norm.weight.copy_(self.target_norm)
+                if self.head_proj is None:
+                    self.norm.weight.copy_(self.target_norm)
             if cfg.init_layer == "target":
+                if self.dims != Dims.of_target(target.config):
+                    raise ValueError(
+                        "draft.init_layer=target copies the target's last layer, which has other sizes than "
+                        "draft.eagle3.hidden_size and intermediate_size ask for: use draft.init_layer=random"
+                    )
                 self._start_from_target_layer(target.last_layer)
 
     def _start_from_target_layer(self, weights: dict[str, Tensor]) -> None:
-        """The target's last layer, reading the hidden half of its input; `fc` passes the top state through."""
+        """The target's last layer, reading the hidden half of its input; `fc` passes the top state through. Deeper
+        layers pass on what they get."""
         hidden, layer = self.dims.hidden, self.layer
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
@@ -208,73 +131,115 @@ class Eagle3(Draft):
                 parameter[:, hidden:].copy_(source)
             else:
                 parameter.copy_(source)
+        for deeper in list(self.layers)[1:]:
+            assert isinstance(deeper, Layer)
+            deeper.self_attn.o_proj.weight.zero_()
+            deeper.mlp.down_proj.weight.zero_()
 
     @property
     def layer(self) -> Layer:
+        """The first layer."""
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         return layer
 
+    # -- what training and decoding share -----------------------------------------------------------------------------
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        """The target's input states [R, n_inputs, H] -> [R, W]."""
+        if self.fc_norm is not None:
+            features = torch.stack([norm(x) for norm, x in zip(self.fc_norm, features.unbind(1), strict=True)], 1)
+        joined = features.flatten(1)
+        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
+
+    def _embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Normed embeddings [R, W] of token ids [R]."""
+        embedded = F.embedding(ids, self.embed_tokens).to(dtype)
+        return self.layer.input_layernorm(embedded if self.embed_proj is None else self.embed_proj(embedded))
+
+    def _output(self, hidden: Tensor) -> Tensor:
+        """What the next step takes in, of the last layer's output [R, W]."""
+        return self.norm(hidden) if self.norm_output else hidden
+
+    def _readout(self, output: Tensor) -> Tensor:
+        """What `lm_head` takes in, of a step's `_output` [R, W]."""
+        normed = output if self.norm_output else self.norm(output)
+        return normed if self.head_proj is None else self.head_proj(normed)
+
     # -- training-time test -------------------------------------------------------------------------------------------
 
     def _unroll(self, batch: DraftBatch) -> Iterator[tuple[int, StepRows, Tensor, Tensor]]:
-        """Steps 0..K-1 for all anchors at once: (i, rows, h [R, H] un-normed, target rows [R]).
+        """Steps 0..K-1 for all anchors at once: (i, rows, output [R, W], target rows [R]).
 
         A row of step 0 is known by its index; the target distribution of anchor t at step i is that of position
-        t + 1 + i, which is row `index + i` of step 0's anchors shifted by one: the targets are computed once.
+        t + 1 + i, which is row `index + i` of step 0's anchors shifted by one: the targets are computed once. The same
+        holds for the embedding's half of the first layer's projections: anchor t at step i reads the token that
+        position t + i reads at step 0, so it is multiplied once a token.
         """
-        layer = self.layer
-        attn = layer.self_attn
-        plan = plan_rows(find_segments(batch.loss_mask, batch.starts), self.steps, batch.input_ids.device)
-        # Position t carries the embedding of x_{t+1}. A document's last one borrows its neighbour's: no anchor sees it.
-        embedded = layer.input_layernorm(
-            F.embedding(batch.input_ids.roll(-1), self.embed_tokens).to(batch.hidden.dtype)
-        )
-        fused = self.fc(batch.hidden[:, :-1].flatten(1))
-        joined = layer.join(embedded, fused)
-        starts = torch.tensor(batch.starts, device=joined.device)
-        all_positions = torch.arange(batch.n_tokens, device=joined.device) - starts[:-1].repeat_interleave(
-            starts.diff()
-        )
-        k0, v0 = attn.key_value(joined)
+        device = batch.input_ids.device
+        plan = plan_rows(find_segments(batch.loss_mask, batch.starts), self.steps, device)
+        all_tokens = _every_token(batch)
         longest = max(b - a for a, b in pairwise(batch.starts))  # of the documents
-        k0 = self.rotary.rotate(k0, all_positions, longest)
+        # Position t carries the embedding of x_{t+1}. A document's last one borrows its neighbour's: no anchor sees it.
+        embedded = self._embed(batch.input_ids.roll(-1), batch.hidden.dtype)
+        hidden = self._fuse(batch.hidden[:, :-1])
+        width = self.dims.hidden
+        first = self.layer.self_attn
+        q_embed, q_hidden = first.q_proj.weight.split(width, 1)
+        kv_embed, kv_hidden = torch.cat((first.k_proj.weight, first.v_proj.weight)).split(width, 1)
+        embedded_kv = F.linear(embedded, kv_embed)
+        q_rows = plan[0] if len(self.layers) == 1 else all_tokens  # whose queries step 0 computes in the first layer
+        embedded_q = F.linear(embedded.index_select(0, q_rows.anchors), q_embed)
+        q_index = plan[0].anchors if len(self.layers) > 1 else torch.arange(len(plan[0]), device=device)
 
-        index = torch.arange(len(plan[0]), device=joined.device)
-        hidden = fused[plan[0].anchors]
-        chain_k: list[Tensor] = []
-        chain_v: list[Tensor] = []
+        index = torch.arange(len(plan[0]), device=device)
+        memories: list[_Memory] = []
         for i, rows in enumerate(plan):
-            if rows.keep is None:
-                x = joined[rows.anchors]
-            else:
-                index, hidden = index[rows.keep], hidden[rows.keep]
-                x = layer.join(embedded[rows.anchors + i], hidden)
-            at = rows.positions + i
+            now = rows if i else all_tokens
             if rows.keep is not None:
-                k, v = attn.key_value(x)
-                chain_k = [*(c[rows.keep] for c in chain_k), self.rotary.rotate(k, at, longest)]
-                chain_v = [*(c[rows.keep] for c in chain_v), v]
-            empty = k0.new_zeros(0, len(rows), *k0.shape[1:])
-            attended = attend(
-                self.rotary.rotate(attn.query(x), at, longest),
-                k0,
-                v0,
-                torch.stack(chain_k) if chain_k else empty,
-                torch.stack(chain_v) if chain_v else empty,
-                rows.segments,
-                self.attention,
-            )
-            hidden = layer.finish(hidden, attended)
+                index, q_index = index[rows.keep], q_index[rows.keep]
+                hidden = hidden.index_select(0, rows.keep)
+            for number, layer in enumerate(self.layers):
+                assert isinstance(layer, Layer)
+                normed = layer.norm(hidden)
+                if number == 0:
+                    known = embedded_kv.index_select(0, now.anchors + i) if i else embedded_kv
+                    k, v = first.split(torch.addmm(known, normed, kv_hidden.T)).chunk(2, -2)
+                else:
+                    k, v = layer.self_attn.key_value(normed)
+                k = self.rotary.rotate(k, now.positions + i, longest)
+                if i:
+                    assert rows.keep is not None
+                    memories[number].extend(rows.keep, k, v)
+                else:
+                    memories.append(_Memory(k, v))
+                    if number == len(self.layers) - 1:  # from here on only anchors matter
+                        now = rows
+                        hidden, normed = hidden.index_select(0, rows.anchors), normed.index_select(0, rows.anchors)
+                if number == 0:
+                    known = embedded_q.index_select(0, q_index + i) if i else embedded_q
+                    q = first.split(torch.addmm(known, normed, q_hidden.T))
+                else:
+                    q = layer.self_attn.query(normed)
+                q = self.rotary.rotate(q, now.positions + i, longest)
+                memory = memories[number]
+                attended = attend(q, memory.k0, memory.v0, *memory.chain(len(q)), now.segments, self.attention)
+                hidden = self._finish(layer, hidden, normed, attended)
+            hidden = self._output(hidden)
             yield i, rows, hidden, index + i
+
+    def _finish(self, layer: Layer, hidden: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(layer.finish, hidden, normed, attended, use_reentrant=False, preserve_rng_state=False)
+        return layer.finish(hidden, normed, attended)
 
     @torch.no_grad()
     def target_probabilities(self, batch: DraftBatch) -> Tensor:
         """[M, D]: the target's distributions at step 0's anchors + 1, over the draft vocabulary, renormalised."""
         first = plan_rows(find_segments(batch.loss_mask, batch.starts), 1, batch.input_ids.device)[0]
         final = batch.hidden[first.anchors + 1, -1]
-        normed = F.rms_norm(final, (self.dims.hidden,), self.target_norm.to(final.dtype), self.dims.eps)
-        wide = torch.promote_types(normed.dtype, torch.float32)
+        wide = torch.promote_types(final.dtype, torch.float32)
+        normed = F.rms_norm(final, (self.hidden_size,), self.target_norm.to(final.dtype), self.dims.eps)
         return F.linear(normed, self.target_rows.to(normed.dtype)).to(wide).softmax(-1).to(normed.dtype)
 
     def kept_targets(self, batch: DraftBatch) -> Tensor:
@@ -283,42 +248,48 @@ class Eagle3(Draft):
 
     def forward(self, batch: DraftBatch, loss: StepLoss) -> Tensor:
         targets = self.target_probabilities(batch)
-        total = targets.new_zeros((), dtype=torch.promote_types(targets.dtype, torch.float32))
         kept = loss.select(self.kept_targets(batch))
-        for i, rows, hidden, target_rows in self._unroll(batch):
+        outputs: list[Tensor] = []
+        supervised: list[Tensor] = []
+        for i, rows, output, target_rows in self._unroll(batch):
             if kept is not None:
                 counted = kept[rows.anchors + 1 + i].nonzero().squeeze(-1)
-                hidden, target_rows = hidden[counted], target_rows[counted]
-            total = total + loss(i, self.norm(hidden), self.lm_head.weight, targets, target_rows)
-        return total
+                output, target_rows = output.index_select(0, counted), target_rows[counted]
+            outputs.append(output)
+            supervised.append(target_rows)
+        rows_by_step = [len(rows) for rows in supervised]
+        # One call for all steps: one gradient of lm_head in memory, not K.
+        return loss.steps(
+            rows_by_step, self._readout(torch.cat(outputs)), self.lm_head.weight, targets, torch.cat(supervised)
+        )
 
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:
         drafted = torch.full((batch.n_tokens, self.steps), -1, dtype=torch.int64, device=batch.input_ids.device)
-        for i, rows, hidden, _ in self._unroll(batch):
-            best = torch.cat([self.lm_head(part).argmax(-1) for part in self.norm(hidden).split(1024)])
+        for i, rows, output, _ in self._unroll(batch):
+            best = torch.cat([self.lm_head(part).argmax(-1) for part in self._readout(output).split(1024)])
             drafted[rows.anchors, i] = self.target_ids(best)
         return drafted
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def new_state(self) -> DraftState:
-        shape = (256, self.dims.n_kv, self.dims.head_dim)
+        shape = (256, len(self.layers), self.dims.n_kv, self.dims.head_dim)
         return DraftState(self.fc.weight.new_empty(shape), self.fc.weight.new_empty(shape))
 
     @torch.no_grad()
     def observe(self, state: DraftState, next_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """next_ids [n]: x_{t+1} of the n new positions; features [n, n_inputs, H]: the target's states there."""
-        layer = self.layer
         n = len(next_ids)
         state.chain = 0
-        fused = self.fc(features.flatten(1).to(self.fc.weight.dtype))
-        x = layer.join(layer.input_layernorm(self._embed(next_ids)), fused)
-        positions = torch.arange(state.length, state.length + n, device=x.device)
-        self._append(state, x, state.length, positions)
-        state.length += n
-        h, logits = self._attend(state, x[-1:], fused[-1:], positions[-1:], None)
-        return h[0], logits[0]
+        first, state.length = state.length, state.length + n
+        fused = self._fuse(features.to(self.fc.weight.dtype))
+        positions = torch.arange(first, state.length, device=fused.device)
+        causal = None
+        if len(self.layers) > 1:  # the lower layers' outputs are needed of every position
+            causal = torch.ones(n, state.length, dtype=torch.bool, device=fused.device).tril(first)
+        output, logits = self._run(state, next_ids, fused, first, positions, causal, last_only=True)
+        return output[0], logits[0]
 
     @torch.no_grad()
     def step(self, state: DraftState, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,35 +307,45 @@ class Eagle3(Draft):
         self, state: DraftState, tokens: Tensor, h: Tensor, depth: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Steps of m drafted tokens, all `depth` positions after the last observed one."""
-        layer = self.layer
-        x = layer.join(layer.input_layernorm(self._embed(tokens)), h)
-        positions = torch.full((len(x),), state.length - 1 + depth, device=x.device)
-        self._append(state, x, state.length + state.chain, positions)
-        state.chain += len(x)
-        return self._attend(state, x, h, positions, mask)
+        positions = torch.full((len(tokens),), state.length - 1 + depth, device=h.device)
+        slot = state.length + state.chain
+        state.chain += len(tokens)
+        return self._run(state, tokens, h, slot, positions, mask, last_only=False)
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.embed_tokens).to(self.fc.weight.dtype)
-
-    def _append(self, state: DraftState, x: Tensor, slot: int, positions: Tensor) -> None:
-        """Keys and values into the slots from `slot` on, rotated at their own positions."""
-        end = slot + len(x)
-        state.reserve(end)
-        k, v = self.layer.self_attn.key_value(x)
-        state.keys[slot:end] = self.rotary.rotate(k, positions, end)
-        state.values[slot:end] = v
-
-    def _attend(
-        self, state: DraftState, x: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None
+    def _run(
+        self,
+        state: DraftState,
+        tokens: Tensor,
+        hidden: Tensor,
+        slot: int,
+        positions: Tensor,
+        mask: Tensor | None,
+        last_only: bool,
     ) -> tuple[Tensor, Tensor]:
-        """x [m, 2H], hidden [m, H], mask [m, slots] bool; without one all slots are attended to (a chain's newest)."""
-        layer = self.layer
-        size = state.length + state.chain
-        q = self.rotary.rotate(layer.self_attn.query(x), positions, size)
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, state.keys[:size], state.values[:size]))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
-        hidden = layer.finish(hidden, attended)
-        return hidden, self.lm_head(self.norm(hidden))
+        """Rows into the slots from `slot` on, through all layers: (output [m, W], logits [m, D]).
+
+        hidden [m, W]; mask [m, slot + m] bool, without one all slots are attended to. With `last_only` the last layer
+        computes the last row alone, which sees every slot.
+        """
+        end = slot + len(tokens)
+        state.reserve(end)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            normed = layer.norm(hidden)
+            x = torch.cat((self._embed(tokens, hidden.dtype), normed), -1) if number == 0 else normed
+            k, v = layer.self_attn.key_value(x)
+            state.keys[slot:end, number] = self.rotary.rotate(k, positions, end)
+            state.values[slot:end, number] = v
+            if last_only and number == len(self.layers) - 1:
+                x, normed, hidden, positions, mask = x[-1:], normed[-1:], hidden[-1:], positions[-1:], None
+            q = self.rotary.rotate(layer.self_attn.query(x), positions, end)
+            keys, values = (t[:end, number].transpose(0, 1)[None] for t in (state.keys, state.values))
+            attended = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True
+            )
+            hidden = layer.finish(hidden, normed, attended[0].transpose(0, 1))
+        output = self._output(hidden)
+        return output, self.lm_head(self._readout(output))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.vocab_ids[draft_ids]
@@ -372,18 +353,34 @@ class Eagle3(Draft):
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     def flops(self, batch: DraftBatch) -> float:
-        """Multiply-adds counted twice; backward as twice the forward; frozen matrices have a forward only."""
+        """Multiply-adds counted twice; backward as twice the forward, or as much where no gradient goes further down;
+        frozen matrices without the half that would be their own gradient."""
         segments = find_segments(batch.loss_mask, batch.starts)
-        d, n = self.dims, batch.n_tokens
+        d, n, depth = self.dims, batch.n_tokens, len(self.layers)
+        rows = [sum(s.rows(i) for s in segments) for i in range(self.steps)]
         layer = self.layer
-        kv = sum(m.weight.numel() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-        rest = sum(p.numel() for p in layer.parameters() if p.dim() == 2) - kv
-        trained: float = n * (self.fc.weight.numel() + kv)
-        for i in range(self.steps):
-            rows = sum(s.rows(i) for s in segments)
-            pairs = sum(s.rows(i) * (s.first - s.start + (s.rows(i) + 1) / 2 + i) for s in segments)
-            trained += (
-                rows * (rest + self.lm_head.weight.numel() + (kv if i else 0)) + pairs * 2 * d.n_heads * d.head_dim
-            )
-        frozen = sum(s.rows(0) for s in segments) * self.target_rows.numel()
-        return 6.0 * trained + 2.0 * frozen
+        kv = (layer.self_attn.k_proj.weight.numel() + layer.self_attn.v_proj.weight.numel()) // 2  # a half
+        q = layer.self_attn.q_proj.weight.numel() // 2
+        rest = sum(p.numel() for p in layer.parameters() if p.dim() == 2) - 2 * (kv + q)  # o and MLP
+        bottom = n * (self.fc.weight.numel() + (self.embed_proj.weight.numel() if self.embed_proj else 0))
+        passed_down = self.fc_norm is not None or self.input_norm is not None
+        trained = float(n * kv + (rows[0] if depth == 1 else n) * q)  # the embedding's halves
+        pairs = 0.0
+        for i, r in enumerate(rows):
+            lower = r if i else n  # rows of the layers below the last
+            trained += depth * (r if i else n) * kv + (depth - 1) * lower * (q + rest) + r * (q + rest)
+            trained += r * (self.head_proj.weight.numel() if self.head_proj else 0)
+            anchors = sum(s.rows(i) * (s.first - s.start + (s.rows(i) + 1) / 2 + i) for s in segments)
+            whole = sum((b - a) * (b - a + 1) / 2 for a, b in pairwise(batch.starts))
+            pairs += anchors + (depth - 1) * (anchors if i else whole)
+        trained += pairs * 2 * d.n_heads * d.head_dim
+        head = sum(rows) * self.lm_head.weight.numel() * (6 if self.lm_head.weight.requires_grad else 4)
+        return 6.0 * trained + (6.0 if passed_down else 4.0) * bottom + head + 2.0 * rows[0] * self.target_rows.numel()
+
+
+def _every_token(batch: DraftBatch) -> StepRows:
+    """All tokens as rows of step 0, in the order of the batch."""
+    starts = torch.tensor(batch.starts, device=batch.input_ids.device)
+    anchors = torch.arange(batch.n_tokens, device=starts.device)
+    positions = anchors - starts[:-1].repeat_interleave(starts.diff())
+    return StepRows(anchors, positions, None, [(a, a, b - a) for a, b in pairwise(batch.starts)])

@@ -6,5 +6,6 @@ from eagle3_train.evaluate.decode import decode_tasks
 from eagle3_train.evaluate.point import measure
 from eagle3_train.evaluate.records import Record
 from eagle3_train.evaluate.replay import replay_tasks
+from eagle3_train.evaluate.while_training import while_training
 
-__all__ = ["Record", "decode_tasks", "measure", "replay_tasks"]
+__all__ = ["Record", "decode_tasks", "measure", "replay_tasks", "while_training"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from eagle3_train.config import TaskConfig
 from eagle3_train.console import progress_bar, say
 from eagle3_train.decode.loop import DraftHead, Generation, Proposer, decode_plain, decode_speculative
 from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.evaluate.difference import first_gap
 from eagle3_train.evaluate.records import Record
 from eagle3_train.evaluate.summary import result_keys
 from eagle3_train.evaluate.transcripts import open_transcripts
@@ -58,7 +58,7 @@ def decode_tasks(
     records = []
     for task in tasks:
         transcripts = open_transcripts(transcripts_dir, task.name)
-        runner = TargetRunner(model, transcripts.layer_ids)
+        runner = TargetRunner(model, transcripts.layer_ids[head.reads])
         total = min(prompts, len(transcripts))
         fields = {
             "task": task.name,
@@ -112,18 +112,12 @@ def compare(
     """
     if own == drafted:
         return {"lossless": True}
-    at = next((i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), min(len(own), len(drafted)))
-    gap = math.inf  # one output is a prefix of the other: no tie explains that
-    if at < min(len(own), len(drafted)):
-        runner.reset()
-        text = torch.cat((prompt_ids, prompt_ids.new_tensor(own[:at])))
-        with torch.inference_mode():
-            logits = runner.forward(text, features=False, last_only=True).logits[0]
-        gap = abs(float(logits[own[at]] - logits[drafted[at]]))
-    if gap == math.inf or (runner.model.dtype == torch.float32 and gap > TIE):
+    found = first_gap(runner, prompt_ids, own, drafted)
+    at, gap = found["first_difference"], found["logit_gap"]
+    if gap is None or (runner.model.dtype == torch.float32 and gap > TIE):
         raise RuntimeError(
             f"prompt {prompt_id!r}: at generated token {at} speculative decoding gave {drafted[at : at + 1]}, the "
-            f"target alone {own[at : at + 1]}, with logits {gap:.3g} apart: decoding is not lossless, this is a bug"
+            f"target alone {own[at : at + 1]}, with logits {gap} apart: decoding is not lossless, this is a bug"
         )
     say(f"prompt {prompt_id!r}: outputs differ from generated token {at} on, by a tie (logits {gap:.2g} apart)")
-    return {"lossless": False, "first_difference": at, "logit_gap": gap}
+    return {"lossless": False} | found

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from eagle3_train.config import Config, digest
+from eagle3_train.config import SAMPLING, Config, TaskConfig, digest
 from eagle3_train.console import console
 from eagle3_train.decode.cache import check_rollback
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.loop import Proposer
+from eagle3_train.decode.sampling import Sampling
 from eagle3_train.decode.tree import Tree
 from eagle3_train.device import resolve_device
 from eagle3_train.drafts import Draft
@@ -49,7 +51,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             f"{trained} is damaged or of another configuration: delete it and run eagle3 train again (it keeps the "
             "checkpoints)"
         )
-    check_transcripts(cfg)
+    fingerprints = check_transcripts(cfg)
     device = resolve_device(cfg.device)
     transcripts = f"{cfg.paths.store}/transcripts"
     tasks = cfg.eval.tasks
@@ -74,20 +76,23 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             Store.open(f"{transcripts}/{task.name}").expect(target_hash=weight_hash(folder))
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
-        proposers: list[Proposer] = [Chain(head.steps), *trees]
-        for proposer in proposers:
-            more, keys = decode_tasks(
-                head, target_model, transcripts, decoded, cfg.eval.decode_prompts, proposer, stops, bootstrap, seed,
-                show=True,
-            )  # fmt: skip
-            records += more
-            result |= keys
+        for sampling, group in _by_sampling(decoded).items():
+            proposers: list[Proposer] = [Chain(head.steps, sampling), *(replace(t, sampling=sampling) for t in trees)]
+            for proposer in proposers:
+                more, keys = decode_tasks(
+                    head, target_model, transcripts, group, cfg.eval.decode_prompts, proposer, stops, bootstrap, seed,
+                    show=True,
+                )  # fmt: skip
+                records += more
+                result |= keys
         seconds["decode"] = time.perf_counter() - started
+        result["decode_identity"] = digest(cfg.decode_identity)
     rows = summary_rows(records, bootstrap, seed)
     result |= {
         "schema": SCHEMA,
         "wall_seconds": result.get("wall_seconds", {}) | seconds,
         "eval_identity": digest(cfg.eval_identity),
+        "transcripts": fingerprints,
         "evaluation": rows,
     }
     write_records(cfg.point_dir / "records.jsonl", records)
@@ -97,14 +102,29 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     return result
 
 
-def check_transcripts(cfg: Config) -> None:
-    """ValueError where a task's transcripts were made for other prompts or lengths than the task now asks for."""
+def _by_sampling(tasks: list[TaskConfig]) -> dict[Sampling, list[TaskConfig]]:
+    """Tasks that are decoded in one way, greedy ones first."""
+    groups: dict[Sampling, list[TaskConfig]] = {}
+    for task in sorted(tasks, key=lambda t: t.temperature):
+        groups.setdefault(Sampling(task.temperature, task.top_p, task.top_k), []).append(task)
+    return groups
+
+
+def check_transcripts(cfg: Config) -> dict[str, str]:
+    """Fingerprints of the tasks' transcripts. ValueError where they were made for other prompts or lengths than the
+    task now asks for."""
+    fingerprints = {}
     for task in cfg.eval.tasks:
         store = Store.open(f"{cfg.paths.store}/transcripts/{task.name}")
-        made = {"prompts": len(store), "new_tokens": store.spec.sampling.get("max_new_tokens")}
-        if made != {"prompts": task.prompts, "new_tokens": task.new_tokens}:
+        how = store.spec.sampling
+        made = {"prompts": len(store), "new_tokens": how.get("max_new_tokens")}
+        made |= {key: how.get(key, getattr(TaskConfig(), key)) for key in SAMPLING}
+        asked = {key: getattr(task, key) for key in made}
+        if made != asked:
+            differences = ", ".join(f"{key}={made[key]}, now {asked[key]}" for key in made if made[key] != asked[key])
             raise ValueError(
-                f"the transcripts of eval task {task.name!r} were made with {made}, the task asks for prompts="
-                f"{task.prompts}, new_tokens={task.new_tokens}: restore these values, or run eagle3 prepare and eagle3 "
-                f"capture again without {store.folder.uri}"
+                f"the transcripts of eval task {task.name!r} were made with {differences}: restore these values, give "
+                f"the task another name, or run eagle3 prepare and eagle3 capture again without {store.folder.uri}"
             )
+        fingerprints[task.name] = store.fingerprint
+    return fingerprints

@@ -118,7 +118,7 @@ def replay(
 def replay_tree(head: TreeHead, tree: Tree, transcript: Transcript, device: torch.device) -> list[int]:
     """Accepted drafts of each cycle of one transcript: each visited anchor's tree, followed along the transcript."""
     ids = torch.from_numpy(transcript.sequence.input_ids.astype(np.int64))
-    features = transcript.sequence.hidden[:, :-1].float().to(device)
+    features = transcript.sequence.hidden[:, head.reads].float().to(device)
     text = ids.tolist()
     ids = ids.to(device)
     state = head.new_state()

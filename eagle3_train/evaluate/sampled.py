@@ -31,18 +31,19 @@ class StepwiseHead(Protocol):
 
 
 @dataclass
-class _Steps:
-    """An objective that keeps what each step shows: normed hidden rows [R, H] and the step-0 row of each [R]."""
+class _Steps(StepLoss):
+    """An objective that keeps what each step shows: normed hidden rows [R, H], head, each's step-0 row [R]."""
 
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    lm_head: Tensor | None = None
+    rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def select(self, kept: Tensor) -> None:
         return None
 
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
-        self.rows.append((hidden, target_rows - step))
-        self.lm_head = lm_head
+        self.rows.append((hidden, lm_head, target_rows - step))
+        return hidden.new_zeros(())
+
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
         return hidden.new_zeros(())
 
 
@@ -61,11 +62,10 @@ def acceptance(
         head(batch, kept)
         p = _target_probs(part, batch, transcript, sampling)
         out = p.new_zeros(n - 1, head.steps)
-        for i, (hidden, anchors) in enumerate(kept.rows):
-            assert kept.lm_head is not None
+        for i, (hidden, lm_head, anchors) in enumerate(kept.rows):
             # Row r of step 0 is the prompt's last position + r: a transcript is one assistant turn.
             tokens = batch.input_ids[transcript.prompt_length + 1 + i + anchors]
-            q = sampling.probs(F.linear(hidden, kept.lm_head))
+            q = sampling.probs(F.linear(hidden, lm_head))
             ids = head.target_ids(torch.arange(q.shape[1], device=device))
             q_token = (q * (ids == tokens[:, None])).sum(1)
             out[anchors, i] = (q_token / p[anchors + i]).clamp_max(1)

@@ -52,8 +52,8 @@ class Transcripts:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Input layers of the draft head: all that are stored but the final one."""
-        return tuple(self.store.spec.layer_ids[:-1])
+        """All that are stored, ascending; a head's `reads` picks those that it takes while decoding."""
+        return tuple(self.store.spec.layer_ids)
 
     @property
     def sampling(self) -> Sampling:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from eagle3_train.train.loop import train
-from eagle3_train.train.setup import load_head
+from eagle3_train.train.setup import head_source, load_head, parameter_counts
 
-__all__ = ["load_head", "train"]
+__all__ = ["head_source", "load_head", "parameter_counts", "train"]

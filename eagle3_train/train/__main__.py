@@ -1,10 +1,37 @@
-"""`torchrun --nproc-per-node 2 -m eagle3_train.train engine=ddp ...`: the step `eagle3 train` as a module."""
+"""`torchrun --nproc-per-node 2 -m eagle3_train.train engine=ddp ...`: the step `eagle3 train` as a module.
+
+Started by torchrun, `accelerate launch`, the `deepspeed` launcher, or srun with a task a rank.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+from collections.abc import MutableMapping
 
 from eagle3_train.cli import main
 
+
+def adopt_srun(environ: MutableMapping[str, str]) -> None:
+    """Name the ranks of a job step that srun started as torchrun would, unless a launcher did so already."""
+    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+        return
+    nodes = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
+    head = subprocess.run(nodes, check=True, capture_output=True, text=True).stdout.split()[0]
+    names = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR", head),
+        # One that other jobs on that node are unlikely to use.
+        "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
+    }
+    environ.update(names)
+
+
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    adopt_srun(os.environ)
+    # The deepspeed launcher adds its --local_rank=N; the environment says it too.
+    main(["train", *(word for word in sys.argv[1:] if not re.fullmatch(r"--local[-_]rank=\d+", word))])

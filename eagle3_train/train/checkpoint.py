@@ -1,28 +1,50 @@
-"""Checkpoints: a folder a step, written aside and renamed, so that a folder with the final name is whole."""
+"""Checkpoints: a folder a step, written aside and renamed, so that a folder with the final name is whole.
+
+step-00000200/head.safetensors   full fp32 weights, by name: all that evaluation and export need
+step-00000200/optimizer/         optimizer state by parameter name, in torch.distributed.checkpoint's format: every
+                                 rank writes its own shards, and any engine and world size reads them
+step-00000200/rng.pt             states of the random generators, of every rank
+step-00000200/state.json         step, data position, totals, replay tau where it was measured
+best                             a link to the checkpoint of the highest replay tau, where there is one
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.utils._pytree import tree_map_only
 
-from eagle3_train.files import read_json, temporary_path, write_json
+from eagle3_train.files import read_json, write_json
+from eagle3_train.train.distributed import World
+
+if TYPE_CHECKING:
+    from eagle3_train.train.engines import Engine
+
+# One process needs no group, which torch would remark on at every checkpoint.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 _NAME = re.compile(r"step-(\d{8})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`head.safetensors` (fp32 weights), `engine.pt` (optimizer and RNG state), `state.json` (step, data position)."""
+    """A whole checkpoint."""
 
     path: Path
 
@@ -34,55 +56,173 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        return read_json(self.path / "state.json")
+        with self._named():
+            return read_json(self.path / "state.json")
 
     def weights(self) -> dict[str, Tensor]:
         with self._named():
             return load_file(self.path / "head.safetensors")
 
-    def engine_state(self) -> dict[str, Any]:
+    def load_into(self, engine: Engine) -> bool:
+        """Weights, optimizer state and random generators; False: these are of another number of ranks, and not set. A
+        collective."""
+        state = engine.state()  # of the right shapes and shards, to be overwritten
         with self._named():
-            return torch.load(self.path / "engine.pt", map_location="cpu", weights_only=True)
+            dcp.load(state, checkpoint_id=self.path / "optimizer")
+            generators = torch.load(self.path / "rng.pt", weights_only=True)
+        engine.load(self.weights(), state)
+        if len(generators) != engine.world.size:
+            return False
+        set_random_state(generators[engine.world.rank])
+        return True
 
     @contextmanager
     def _named(self) -> Iterator[None]:
         """Whatever a damaged file makes its reader raise, as an error that names the checkpoint and the way out."""
         try:
             yield
-        except Exception as e:
+        except (Exception, CheckpointException) as e:  # the latter is none of the former
+            reason = str(e).strip().splitlines()[-1] if str(e).strip() else ""
             raise ValueError(
-                f"checkpoint {self.path} is damaged ({type(e).__name__}: {e}): delete that folder, and train.json "
+                f"checkpoint {self.path} is damaged ({type(e).__name__}: {reason}): delete that folder, and train.json "
                 "beside checkpoints/ if it is there; training continues from the checkpoint before it"
             ) from e
 
 
+def all_in(folder: Path) -> list[Checkpoint]:
+    """The whole checkpoints, oldest step first. Half-written ones have other names and are not seen."""
+    return [Checkpoint(p) for p in sorted(folder.glob("step-*")) if _NAME.fullmatch(p.name)]
+
+
 def newest(folder: Path) -> Checkpoint | None:
-    """The whole checkpoint of the latest step. Half-written ones have other names and are not seen."""
-    found = [p for p in folder.glob("step-*") if _NAME.fullmatch(p.name)] if folder.is_dir() else []
-    return Checkpoint(max(found)) if found else None
+    return next(reversed(all_in(folder)), None)
 
 
-def save(
-    folder: Path, weights: dict[str, Tensor], engine_state: dict[str, Any], state: dict[str, Any], keep_last: int
-) -> Checkpoint:
-    """Write the checkpoint of `state["step"]` and drop all but the last `keep_last`."""
-    final = folder / f"step-{state['step']:08d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_path(final)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    save_file({k: v.contiguous() for k, v in weights.items()}, temporary / "head.safetensors")
-    torch.save(engine_state, temporary / "engine.pt")
-    write_json(temporary / "state.json", state)
-    for path in (temporary / "head.safetensors", temporary / "engine.pt", temporary):
-        _sync(path)
-    if final.exists():  # of an earlier attempt, at the same step: the same content
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _sync(folder)
-    for old in sorted(p for p in folder.glob("step-*") if _NAME.fullmatch(p.name))[:-keep_last]:
-        shutil.rmtree(old)
-    return Checkpoint(final)
+def best(folder: Path) -> Checkpoint | None:
+    """The one of the highest replay tau, among those where it was measured."""
+    measured = [c for c in all_in(folder) if c.state.get("tau") is not None]
+    return max(measured, key=lambda c: c.state["tau"], default=None)
+
+
+def highest_tau(folder: Path) -> float:
+    """Of `best`; minus infinity where there is none."""
+    found = best(folder)
+    return found.state["tau"] if found else -math.inf
+
+
+class Saver:
+    """Writes the checkpoints of a run in a thread, one at a time, while training goes on.
+
+    `save` copies to host memory; what goes wrong in the thread is raised by the next call of any method. A context
+    manager: leaving it waits for the last checkpoint.
+    """
+
+    def __init__(self, folder: Path, world: World, keep_last: int, keep_best: bool) -> None:
+        self.folder, self.world, self.keep_last, self.keep_best = folder, world, keep_last, keep_best
+        # Of its own: collectives of the thread must not meet those of the loop.
+        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        if world.is_main:  # the point's lock is ours, so what is half-written was left by a writer that was killed
+            for stale in folder.glob(".step-*.tmp"):
+                shutil.rmtree(stale)
+
+    def save(self, engine: Engine, state: dict[str, Any]) -> None:
+        """Begin to write the checkpoint of `state["step"]`. A collective."""
+        self.wait()
+        weights, optimizer = _copied(engine.weights()), _copied(engine.state())
+        generators = self.world.gather(random_state())
+        self.check()
+
+        def write() -> None:
+            try:
+                self._write(weights, optimizer, generators, state)
+            except CheckpointException as e:  # of any rank; no Exception by its class
+                self._error = OSError(f"the checkpoint of step {state['step']} could not be written: {e}")
+            except Exception as e:
+                self._error = e
+
+        if self.world.is_main:
+            shutil.rmtree(self._temporary(state["step"]), ignore_errors=True)
+            self._temporary(state["step"]).mkdir(parents=True)
+        self.world.barrier()
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what has gone wrong, without waiting."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Until the checkpoint is written; rank 0 returns when it has its name."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:  # a rank may be gone, and then the thread would wait for it
+            self._thread.join(timeout=5)
+
+    def _temporary(self, step: int) -> Path:
+        """The same on all ranks, which write it together."""
+        return self.folder / f".step-{step:08d}.tmp"
+
+    def _write(
+        self, weights: dict[str, Tensor], optimizer: dict[str, Any], generators: list[Any], state: dict[str, Any]
+    ) -> None:
+        temporary, final = self._temporary(state["step"]), self.folder / f"step-{state['step']:08d}"
+        if self.world.is_main:
+            save_file(weights, temporary / "head.safetensors")
+            torch.save(generators, temporary / "rng.pt")
+            write_json(temporary / "state.json", state)
+        # Ends on rank 0 when the files of all ranks are on disk: it then writes what describes them.
+        dcp.save(optimizer, checkpoint_id=temporary / "optimizer", process_group=self._group)
+        if self.world.is_main:
+            for path in (*temporary.iterdir(), temporary):
+                _sync(path)
+            if final.exists():  # of an earlier attempt, at the same step: the same content
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _sync(self.folder)
+            self._prune()
+
+    def _prune(self) -> None:
+        keep = {c.path for c in all_in(self.folder)[-self.keep_last :]}
+        link, aside = self.folder / "best", self.folder / ".best.tmp"
+        if self.keep_best and (top := best(self.folder)):
+            keep.add(top.path)
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(top.path.name)
+            aside.replace(link)
+        else:
+            link.unlink(missing_ok=True)
+        for old in all_in(self.folder):
+            if old.path not in keep:
+                shutil.rmtree(old.path)
+
+
+def random_state() -> dict[str, Tensor]:
+    """Of torch's generators, the only ones that training draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _copied(tensors: Any) -> Any:
+    """Contiguous copies: the thread must not see what the next step makes of the live tensors."""
+    return tree_map_only(Tensor, lambda t: t.detach().clone(memory_format=torch.contiguous_format), tensors)
 
 
 def _sync(path: Path) -> None:

@@ -13,66 +13,89 @@ import torch
 
 from eagle3_train.config import Config, digest, save
 from eagle3_train.console import progress_bar, say
-from eagle3_train.device import peak_rss_mb, resolve_device, resolve_dtype, tune_allocator
+from eagle3_train.device import peak_rss_mb, peak_tflops, resolve_device, resolve_dtype, tune_allocator
 from eagle3_train.drafts import Draft
+from eagle3_train.exits import Unfinished
 from eagle3_train.files import code_version, read_json, write_json
-from eagle3_train.store import BatchPlan, Loader, Store
+from eagle3_train.store import BatchPlan, Loader, Sequence, Store
 from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
+from eagle3_train.train.checkpoint import Saver
 from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import make_engine
+from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
-from eagle3_train.train.setup import build_head, load_head, open_store
-from eagle3_train.train.step import split, train_step
-from eagle3_train.train.validate import validate
+from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store, seed_rank, trains
+from eagle3_train.train.step import StepResult, split, train_step
+from eagle3_train.train.stopping import Stop
+from eagle3_train.train.validate import open_validation, validate
 
 Evaluate = Callable[[Draft], dict[str, Any]]
+NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
+SKIPPED_IN_A_ROW = 10  # updates; more is no accident but a run that has diverged
 
 
 def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
     """Train the point that `cfg` describes, or continue it, or return at once where it is done.
 
     Writes config.yaml, metrics.jsonl, checkpoints/ and at the end train.json into the point's folder.
-    `evaluate(head)` is called every `train.eval_every` steps on rank 0 and its numbers are logged.
+    `evaluate(head)` is called every `train.eval_every` steps on rank 0, with a plain head on `cfg.device`; its numbers
+    are logged, and its `tau` chooses the best checkpoint.
+
+    Raises:
+        FloatingPointError: a loss or gradient that is not finite, naming the step, the batch and its samples.
+        Unfinished: a signal or the time limit ended it before its last step; called again, it continues.
     """
     device = resolve_device(cfg.device)
     tune_allocator()
-    with world_from_environment(device) as world:
-        if _is_done(cfg):
-            if world.is_main:
-                say(f"{cfg.point_name}: trained already")
-            return load_head(cfg, device)
-        return _train(cfg, evaluate, device, world)
+    with world_from_environment(device, cfg.engine.timeout_minutes) as world:
+        if not _is_done(cfg):
+            _train(cfg, evaluate, device, world)
+        elif world.is_main:
+            say(f"{cfg.point_name}: trained already")
+        return load_head(cfg, device)  # plain and whole, whatever the engine has made of its own
 
 
 def _is_done(cfg: Config) -> bool:
+    """With its weights: a head whose checkpoints were removed is trained anew."""
     path = cfg.point_dir / "train.json"
-    return path.exists() and read_json(path).get("train_identity") == digest(cfg.point_identity)
+    if not path.exists() or checkpoint.newest(cfg.point_dir / "checkpoints") is None:
+        return False
+    return read_json(path).get("train_identity") == digest(cfg.point_identity)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
     """Global batches of the point's prefix of the store."""
     fixed: dict[str, int | None] = (
-        {"epochs": cfg.train.epochs} if cfg.train.regime == "epochs" else {"steps": cfg.train.steps}
+        {"steps": cfg.train.steps} if cfg.train.regime == "steps" else {"epochs": cfg.train.epochs}
     )
     lengths = store.index.n_tokens[: cfg.data.sequences]
     return BatchPlan(lengths, store.fingerprint, cfg.seed, cfg.train.batch_tokens, **fixed)
 
 
-def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: World) -> Draft:
+def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: World) -> None:
     store = open_store(cfg)
-    validation = Store.open(f"{cfg.paths.store}/validation")
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
+    if not trains(cfg, head):
+        _without_training(cfg, head, store, plan, world)
+        return
+    validation = open_validation(cfg, head)
+    plain = copy_sharing_buffers(head) if evaluate and cfg.train.eval_every and world.is_main else None
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
     engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)
+    folder = cfg.point_dir / "checkpoints"
+    saver = Saver(folder, world, cfg.train.keep_last, cfg.train.keep_best)
+    meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))
 
-    # Where were we? All ranks read the same newest whole checkpoint.
-    first, totals = 0, {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0}
-    if found := checkpoint.newest(cfg.point_dir / "checkpoints"):
-        state = found.state
-        first, totals = plan.resume(state["plan"]), state["totals"]
-        engine.load(found.weights(), found.engine_state())
+    # Where were we? At the newest whole checkpoint that rank 0 sees.
+    first, totals = 0, dict(NOTHING)
+    found, highest = world.gather((checkpoint.newest(folder), checkpoint.highest_tau(folder)))[0]
+    seed_rank(cfg.seed, world.rank, first)
+    if found:
+        first, totals = plan.resume(found.state["plan"]), found.state["totals"]
+        if not found.load_into(engine):
+            seed_rank(cfg.seed, world.rank, first)
     tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
@@ -81,69 +104,126 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
             + (f", continuing at step {first}" if first else "")
         )
 
-    def save_checkpoint(step: int) -> None:
-        weights, engine_state = engine.weights(), engine.state()
-        if world.is_main:
-            state = {"step": step, "plan": plan.state(step), "totals": totals}
-            checkpoint.save(cfg.point_dir / "checkpoints", weights, engine_state, state, cfg.train.keep_last)
-        world.barrier()
+    def measure() -> dict[str, Any]:
+        """Validation loss, and what `evaluate` says of the weights as a checkpoint would hold them."""
+        numbers = validate(cfg.train, engine, validation)
+        if evaluate and cfg.train.eval_every:
+            weights = engine.weights()
+            if plain is not None:
+                plain.load_state_dict(weights)
+                numbers |= evaluate(plain)
+            numbers = world.gather(numbers)[0]
+        return numbers
 
-    log_since, log_tokens, log_wait = time.monotonic(), 0, 0.0
+    numbers: dict[str, Any] = {}
+    skipped_in_a_row = 0
     with (
         progress_bar(cfg.point_name, len(plan), "steps", done=first, show=world.is_main) as bar,
         Loader(store, plan, world.rank, world.size, first) as loader,
+        Stop(cfg.train.max_hours) as stop,
+        saver,
     ):
+        waited = 0.0
         for step, sequences in loader:
             started = time.monotonic()
             micro_batches = split(sequences, plan, step, world, cfg.train.micro_batch_tokens)
             lr = learning_rate(cfg.optim, step, len(plan))
-            result = train_step(engine, micro_batches, lr, cfg.train.step_weight, cfg.train.oov, world)
-            if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-                ids = [s.sample_id for s in sequences]
-                raise FloatingPointError(
-                    f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; rank {world.rank} had samples "
-                    f"{ids}. Look at them with `eagle3 store verify`, or lower optim.lr"
-                )
+            result = train_step(engine, micro_batches, lr, cfg.train, world)
+            seconds = time.monotonic() - started
+            finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+            skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
+            if not finite:
+                problem = _describe(step, plan, result, sequences, world)
+                if cfg.train.nonfinite == "stop" or skipped_in_a_row > SKIPPED_IN_A_ROW:
+                    raise FloatingPointError(problem)
+                if world.is_main:
+                    say(f"update skipped: {problem}")
             totals["rows"] += result.rows
             totals["tokens"] += result.tokens
             totals["flops"] += result.flops
-            totals["seconds"] += time.monotonic() - started
-            done = step + 1
-            log_tokens += result.tokens
-            if done % cfg.train.log_every == 0 or done == len(plan):
-                elapsed = time.monotonic() - log_since
-                tracker.log(
-                    {
-                        "loss": result.loss,
-                        **by_step("loss", result.loss_steps),
-                        "lr": lr,
-                        "grad_norm": result.grad_norm,
-                        "tokens": totals["tokens"],
-                        "tokens_per_s": log_tokens / elapsed,
-                        "data_wait": (loader.waited_s - log_wait) / elapsed,
-                        "peak_rss_mb": peak_rss_mb(),
-                    },
-                    step=done,
-                )
-                log_since, log_tokens, log_wait = time.monotonic(), 0, loader.waited_s
-            if cfg.train.eval_every and done % cfg.train.eval_every == 0 and done < len(plan):
-                numbers = validate(cfg.train, engine, validation)
-                if evaluate and world.is_main:
-                    numbers |= evaluate(head)
+            totals["seconds"] += seconds
+            totals["skipped_steps"] += not finite
+            meter.add(result, seconds, loader.waited_s - waited)
+            waited = loader.waited_s
+            done, last = step + 1, step + 1 == len(plan)
+            bar.update(1, note=f"loss {result.loss:.3f}  {meter.tokens_per_s:,.0f} tokens/s")
+            if last or done % cfg.train.log_every == 0:
+                line = {"loss": result.loss, **by_step("loss", result.loss_steps), "lr": lr, "steps": len(plan)}
+                line |= {"grad_norm": result.grad_norm, "tokens": totals["tokens"]} | meter.read()
+                tracker.log(line | {"skipped_steps": totals["skipped_steps"]}, step=done)
+            tau, is_best = None, False
+            if last or (cfg.train.eval_every and done % cfg.train.eval_every == 0):
+                numbers = measure()
                 tracker.log(scalars(numbers), step=done)
-            if done == len(plan) or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0):
-                save_checkpoint(done)
-            bar.update(1, note=f"loss {result.loss:.3f}")
+                tau = numbers.get("tau")
+                if cfg.train.keep_best and tau is not None and tau > highest:
+                    is_best, highest = True, tau
+            is_due = last or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0)
+            reason = None if last else stop.reason(world)
+            if is_due or is_best or reason:
+                saver.save(engine, {"step": done, "plan": plan.state(done), "totals": dict(totals), "tau": tau})
+            saver.check()
+            if reason:
+                saver.wait()
+                world.barrier()  # a rank that leaves takes the others with it: rank 0 has saved
+                if world.is_main:
+                    say(
+                        f"{cfg.point_name}: stopped by {reason} after step {done} of {len(plan)}, which is saved; the "
+                        "same command continues"
+                    )
+                tracker.close()
+                raise Unfinished()
 
-    numbers = validate(cfg.train, engine, validation)
-    record = _record(cfg, head, store, plan, totals) | numbers
-    tracker.log(scalars(numbers), step=len(plan))
+    # Killed between the last checkpoint and train.json, it comes here without a step.
+    numbers = numbers or measure()
+    record = _record(cfg, head, store, plan, totals, len(plan))
+    record |= {k: v for k, v in numbers.items() if k.startswith("val_")}
+    record |= {"train_tokens_per_s": totals["tokens"] / totals["seconds"], "skipped_steps": totals["skipped_steps"]}
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
     tracker.close()
     if world.is_main:
-        write_json(cfg.point_dir / "train.json", record)
+        write_json(cfg.point_dir / "train.json", _without_nan(record, cfg.point_name))
     world.barrier()
-    return load_head(cfg, device)  # plain and whole, whatever the engine has made of `head`
+
+
+def _describe(step: int, plan: BatchPlan, result: StepResult, sequences: list[Sequence], world: World) -> str:
+    """A step whose loss or gradient is not finite, with all that was in it. The same on all ranks; a collective."""
+    samples = world.gather([s.sample_id for s in sequences])
+    return (
+        f"step {step + 1} of {len(plan)}: loss {result.loss}, gradient norm {result.grad_norm}; its batch is rows "
+        f"{plan.batch(step).tolist()} of the store, samples by rank: {'; '.join(' '.join(ids) for ids in samples)}. "
+        "Look at them with `eagle3 store verify`, or lower optim.lr"
+    )
+
+
+def _without_nan(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """Numbers that are not finite as null, which every reader of JSON takes; said aloud, hours of training kept."""
+    bad: list[str] = []
+
+    def clean(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {k: clean(v, f"{key}.{k}" if key else k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [clean(v, f"{key}[{i}]") for i, v in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            bad.append(f"{key} = {value}")
+            return None
+        return value
+
+    cleaned: dict[str, Any] = clean(record, "")
+    if bad:
+        say(f"WARNING: {name}: {', '.join(bad)}: null in train.json; it has diverged, or held-out data is damaged")
+    return cleaned
+
+
+def _without_training(cfg: Config, head: Draft, store: Store, plan: BatchPlan, world: World) -> None:
+    """A head as it starts is a point too: its record says that it has consumed nothing."""
+    if world.is_main:
+        save(cfg, cfg.point_dir / "config.yaml")
+        write_json(cfg.point_dir / "train.json", _record(cfg, head, store, plan, NOTHING, steps=0))
+        why = "train.regime=none" if head.is_trained else f"draft={cfg.draft.kind} has nothing to train"
+        say(f"{cfg.point_name}: not trained, {why}")
+    world.barrier()
 
 
 def by_step(name: str, values: list[float]) -> dict[str, float]:
@@ -158,7 +238,9 @@ def scalars(numbers: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any]) -> dict[str, Any]:
+def _record(
+    cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any], steps: int
+) -> dict[str, Any]:
     """What training knows of the Result contract (docs/architecture.md)."""
     rows = slice(0, cfg.data.sequences)
     return {
@@ -175,14 +257,13 @@ def _record(cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dic
         "consumed_tokens": totals["tokens"],
         "consumed_supervised_tokens": totals["rows"],
         "epochs": totals["tokens"] / plan.epoch_tokens,
-        "steps": len(plan),
+        "steps": steps,
         "draft_steps": head.steps,
-        "draft_vocab_size": cfg.draft.vocab_size,
+        "draft_vocab_size": len(head.vocab.ids),
         "vocab_coverage": head.vocab.coverage,
         "parameters": head.parameter_counts(),
         "train_flops": totals["flops"],
         "wall_seconds": {"train": totals["seconds"]},
-        "train_tokens_per_s": totals["tokens"] / totals["seconds"],
         "peak_rss_mb": peak_rss_mb(),
         "optim": asdict(cfg.optim),
         "store_fingerprint": store.fingerprint,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from eagle3_train import drafts
-from eagle3_train.config import Config
-from eagle3_train.drafts import Draft, DraftVocab
+from eagle3_train.config import Config, digest
+from eagle3_train.drafts import Draft, DraftVocab, Eagle3
+from eagle3_train.export import HeadSource, read_published, start_from
 from eagle3_train.store import Store, expect_origin, read_target_part, token_counts
 from eagle3_train.train import checkpoint
 
@@ -29,21 +33,65 @@ def open_store(cfg: Config) -> Store:
 
 
 def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
-    """A newly initialised head in fp32; the same on every rank, by `cfg.seed`."""
-    part = read_target_part(cfg.paths.store)
-    vocab = DraftVocab.from_counts(token_counts(store), cfg.draft.vocab_size)
+    """A newly initialised head in fp32, or the published one that `draft.init_from` names; the same on every rank, by
+    `cfg.seed`."""
+    part, counts = read_target_part(cfg.paths.store), token_counts(store)
     torch.manual_seed(cfg.seed)
+    if cfg.draft.init_from is not None:
+        published = read_published(cfg.draft.init_from)
+        return start_from(published, cfg.draft, part, counts, store.spec.layer_ids[:-1]).to(device)
+    vocab = DraftVocab.from_counts(counts, cfg.draft.vocab_size)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
 
 
+def trains(cfg: Config, head: Draft) -> bool:
+    """Whether a point's head is trained at all, and so has checkpoints."""
+    return head.is_trained and cfg.train.regime != "none"
+
+
+def parameter_counts(cfg: Config) -> dict[str, int]:
+    """Parameters of the head that `cfg` describes, by part (see Draft.parameter_counts)."""
+    return build_head(cfg, open_store(cfg), torch.device("cpu")).parameter_counts()
+
+
+def seed_rank(seed: int, rank: int, step: int) -> None:
+    """Random numbers (noise on features) that differ between ranks, and do not begin anew where a run continues."""
+    torch.manual_seed(int(digest([seed, rank, step], 12), 16))
+
+
+def copy_sharing_buffers(head: Draft) -> Draft:
+    """Another head with parameters of its own; the target's tensors, which nothing changes, are the same ones."""
+    return copy.deepcopy(head, {id(buffer): buffer for buffer in head.buffers()}).eval()
+
+
 def load_head(cfg: Config, device: torch.device) -> Draft:
-    """The trained head of a point, from its newest checkpoint. ValueError where there is none."""
-    found = checkpoint.newest(cfg.point_dir / "checkpoints")
-    if found is None:
-        raise ValueError(f"{cfg.point_dir} holds no checkpoint: train this point first (eagle3 train, same options)")
+    """The head of a point, trained: from its newest checkpoint. ValueError where there is none."""
     head = build_head(cfg, open_store(cfg), device)
-    head.load_state_dict(found.weights(), strict=True)
+    if trains(cfg, head):
+        found = checkpoint.newest(cfg.point_dir / "checkpoints")
+        if found is None:
+            raise ValueError(
+                f"{cfg.point_dir} holds no checkpoint: train this point first (eagle3 train, same options)"
+            )
+        head.load_state_dict(found.weights(), strict=True)
     return head.eval()
+
+
+def head_source(cfg: Config) -> HeadSource:
+    """The trained head of a point with what an exported one says of itself."""
+    store = open_store(cfg)
+    head = load_head(cfg, torch.device("cpu"))
+    if not isinstance(head, Eagle3):
+        raise ValueError(f"draft.kind={cfg.draft.kind}: only EAGLE-3 heads can be exported")
+    # An engine finds the target by its hub id, or by its folder: a converted file's is ours.
+    local = Path(cfg.target.model).expanduser()
+    name = cfg.paths.target if cfg.target.model.endswith(".gguf") else str(local.absolute()) if local.is_dir() else None
+    return HeadSource(
+        head=head,
+        target=read_target_part(cfg.paths.store).config,
+        target_name=name or cfg.target.model,
+        layer_ids=tuple(store.spec.layer_ids[:-1]),
+    )
 
 
 def in_vocabulary(target_argmax: np.ndarray, head: Draft) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from eagle3_train.config import TrainConfig
 from eagle3_train.drafts import Draft, DraftBatch, supervised_counts
 from eagle3_train.store import BatchPlan, Sequence
 from eagle3_train.train.distributed import World
@@ -19,7 +20,7 @@ from eagle3_train.train.setup import in_vocabulary
 class StepResult:
     """Of the global batch: all ranks hold the same numbers."""
 
-    loss: float  # sum_i w^i CE_i
+    loss: float  # the objective, sum_i w_i L_i
     loss_steps: list[float]  # CE_i
     rows: int  # that counted at step 0
     tokens: int
@@ -46,13 +47,13 @@ def split(
 
 
 def train_step(
-    engine: Engine, micro_batches: list[list[Sequence]], lr: float, step_weight: float, oov: str, world: World
+    engine: Engine, micro_batches: list[list[Sequence]], lr: float, cfg: TrainConfig, world: World
 ) -> StepResult:
     """The same update for every split of a global batch into micro-batches and ranks (up to rounding)."""
     head, device = engine.head, engine.device
-    local = batch_counts([s for part in micro_batches for s in part], head, oov)
+    local = batch_counts([s for part in micro_batches for s in part], head, cfg.oov)
     counts = world.sum(local)
-    objective = Objective(counts, step_weight, oov, device)
+    objective = Objective(counts, cfg.step_weights or cfg.step_weight, cfg.oov, device, cfg.objective, head.compiled)
     loss = torch.zeros((), device=device)
     flops, tokens = 0.0, 0
     for number, part in enumerate(micro_batches):

@@ -7,14 +7,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle3_train.config import TrainConfig
-from eagle3_train.drafts import DraftBatch
+from eagle3_train.config import Config, TrainConfig
+from eagle3_train.drafts import Draft, DraftBatch
 from eagle3_train.store import BatchPlan, Store
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Validation
 from eagle3_train.train.step import batch_counts
 
 RANK_TOKENS = 4096  # of a forward pass
+
+
+def open_validation(cfg: Config, head: Draft) -> Store:
+    """The validation store. ValueError, before any training, where a draft step has no supervised row in it."""
+    store = Store.open(f"{cfg.paths.store}/validation")
+    counts = sum(batch_counts([s], head, cfg.train.oov) for s in store.read(range(len(store))))
+    if not np.all(counts):
+        raise ValueError(
+            f"the validation store {store.folder.uri} has no supervised row at draft step {int(np.argmin(counts))}: "
+            "raise corpus.validation_sequences, prepare and capture again"
+        )
+    return store
 
 
 def validate(cfg: TrainConfig, engine: Engine, store: Store) -> dict[str, Any]:
@@ -30,18 +42,13 @@ def validate(cfg: TrainConfig, engine: Engine, store: Store) -> dict[str, Any]:
     for step in range(len(plan)):
         sequences = list(store.read(plan.rank_rows(step, world.rank, world.size)))
         counts = batch_counts(sequences, head, cfg.oov)
-        objective = Validation(counts, cfg.step_weight, cfg.oov, engine.device)
+        objective = Validation(counts, cfg.step_weights or cfg.step_weight, cfg.oov, engine.device, cfg.objective)
         with torch.no_grad():
             engine.loss(DraftBatch.collate_or_placeholder(sequences, head, engine.device, engine.dtype), objective)
         parts = (objective.ce_sums, objective.entropy_sums, objective.agreed)
         totals += np.stack([*(p.cpu().numpy() for p in parts), counts])
     head.train()
     ce, entropy, agreed, rows = world.sum(totals.ravel()).reshape(4, head.steps)
-    if (rows == 0).any():
-        raise ValueError(
-            f"the validation store {store.folder.uri} has no supervised row at draft step {int(np.argmin(rows))}: "
-            "raise corpus.validation_sequences, prepare and capture again"
-        )
     ce, kl = ce / rows, (ce - entropy) / rows
     return {
         "val_loss": float(sum(cfg.step_weight**i * c for i, c in enumerate(ce))),

@@ -125,6 +125,8 @@ def _write_point(
     if seed == 0 and scale in (min(design.scales), max(design.scales)):
         task = TASKS[0]
         measured = tau[task]["tau"]
+        timed = {"method": "decode", "seconds": 2.0, "plain_seconds": 2.2}
+        records += [r | timed | {"tokens": 9 * r["tokens"]} for r in records[:16]]  # absurd: must not count in tau
         speedup = measured / (1 + 0.06 * k)
         result["tau_decode"] = {task: {**tau[task], "prompts": 16}}
         result["wall_seconds"]["decode"] = 55.0

@@ -18,12 +18,12 @@ def test_two_studies(
 ) -> None:
     monkeypatch.setattr(reporting, "pictures", lambda analysis: [])
     other = write_study(tmp_path / "flatter", Truth(tau_1x=1.3, gain=0.01), seed=2)
-    assert main([str(study), str(other), "--replicates", "100", "--out", str(tmp_path / "out")]) == 0
+    assert main([str(study), str(other), "--replicates", "50", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     table = [line.split("  ") for line in out.splitlines()]
     header = next(row for row in table if row[0] == "data")
     assert {c.strip() for c in header if c} == {"data", "EAGLE-3, quickstart", "EAGLE-3, flatter"}
-    assert "the probability that its slope is the larger is below 0.01" in out
+    assert "the probability that its slope is the larger is above 0.98" in out
     assert (tmp_path / "out" / "report.html").exists()
 
 

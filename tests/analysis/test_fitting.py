@@ -117,6 +117,7 @@ def test_an_outlier_is_marked_and_hardly_moves_the_fit() -> None:
     loss[4] *= 1.1
     dirty = Data(clean_data.quantity, clean_data.inputs, clean_data.reference, loss, clean_data.sigma, clean_data.scale)
     before, after = (fit(forms.POWER, d, profiles=False) for d in (clean_data, dirty))
+    assert not before.outliers.any()
     assert after.outliers.tolist() == [i == 4 for i in range(15)]
     assert after.theta[1] == pytest.approx(before.theta[1], abs=0.003)
 
@@ -181,3 +182,15 @@ def test_joint_form_reads_both_inputs() -> None:
     result = fit(forms.JOINT, data, profiles=False)
     np.testing.assert_allclose(result.theta, truth, rtol=1e-2)
     assert result.predict(np.array([[1e6, 1e7]])).value[0] == pytest.approx(0.8 + 0.9 + 1.1, rel=1e-3)
+
+
+def test_clean_studies_are_rarely_said_to_have_outliers() -> None:
+    marked = 0
+    for seed in range(60):
+        x = np.repeat([1.0, 2, 4, 8], 2)
+        rng = np.random.default_rng(seed)
+        loss = 2.83 * x**-0.046 * np.exp(SEED_SD * rng.standard_normal(8))
+        scale = np.unique(x, return_inverse=True)[1]
+        data = Data(quantity("tau", 3), x[:, None], np.ones(1), loss, np.full(8, SEED_SD), scale)
+        marked += bool(fit(forms.POWER, data, profiles=False).outliers.any())
+    assert marked <= 3

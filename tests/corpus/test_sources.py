@@ -66,6 +66,40 @@ def test_a_compressed_file_that_is_cut_gives_what_is_there(format: str, suffix: 
     assert len(found) > 100 or suffix != ".gz"  # the others are one block here, which is whole or lost
 
 
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_compressed_file_that_is_damaged_is_named(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"chats.jsonl{suffix}"
+    data = bytearray(COMPRESS[suffix](LINES))
+    middle = len(data) // 2
+    data[middle : middle + 40] = bytes(40)
+    contents = [bytes(data)] if suffix != ".lz4" else []  # these frames have no checksum: what is damaged is malformed
+    for content in (*contents, b"[plain text, not compressed at all]" * 10):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"source 's': {path} is damaged: \d+ records could be read, then"):
+            read(SourceConfig(name="s", format="jsonl", path=str(path)))
+
+
+@pytest.mark.parametrize("format", ["sharegpt", "jsonl"])
+def test_other_encodings_and_nesting_without_end(format: str, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    source = SourceConfig(name="s", format=format, path=str(path))
+    path.write_bytes(b"\xef\xbb\xbf" + LINES)  # UTF-8 with a byte-order mark
+    assert len(read(source)[0]) == 300
+    for encoding in ("utf-16", "utf-16-le"):
+        path.write_bytes(LINES.decode().encode(encoding))
+        with pytest.raises(ValueError, match=rf"source 's': {path}: its text is UTF-16 .*iconv"):
+            read(source)
+    path.write_bytes(b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n" + LINES)
+    found, report = read(source)
+    assert (len(found), report.malformed) == (300, 1)
+
+
+def test_a_table_is_no_file_of_json(tmp_path: Path) -> None:
+    (tmp_path / "chats.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"chats\.parquet is a table.*use format=dataset"):
+        fingerprint(SourceConfig(name="s", path=str(tmp_path / "chats.parquet")))
+
+
 def test_data_sets_in_parquet_folders_and_saved(tmp_path: Path) -> None:
     import datasets
 

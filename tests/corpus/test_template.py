@@ -125,6 +125,12 @@ def test_what_the_template_itself_refuses_is_unusable(make_tokenizer: MakeTokeni
         template.encode([CHAT[0], CHAT[0], CHAT[1]], 100)
 
 
+@pytest.mark.parametrize("text", ["{% for m in messages %}{{ m.content }", "{{ messages | nothing }}", "{{ 1 + 'a' }}"])
+def test_a_template_that_is_no_template_is_refused(text: str, make_tokenizer: MakeTokenizer) -> None:
+    with pytest.raises(ValueError, match=r"cannot render two questions.*target\.chat_template=FILE\.jinja"):
+        Template(make_tokenizer(text), [1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.drafts import DraftBatch, DraftVocab, Eagle3, build
+from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, Eagle3, build
 
 V, H = 29, 24
 THETA = 1234.0
@@ -54,17 +54,34 @@ class TinyTarget:
 
 
 def tiny_head(
-    steps: int = 4, dtype: torch.dtype = torch.float64, target: TinyTarget | None = None, **draft: Any
+    steps: int = 4,
+    dtype: torch.dtype = torch.float64,
+    target: TinyTarget | None = None,
+    n_inputs: int = 3,
+    **draft: Any,
 ) -> Eagle3:
-    """A head with all its norms off 1, so that a norm left out is seen."""
+    """An EAGLE-3 head."""
+    head = tiny_draft("eagle3", steps, dtype, target, n_inputs, **draft)
+    assert isinstance(head, Eagle3)
+    return head
+
+
+def tiny_draft(
+    kind: str,
+    steps: int = 4,
+    dtype: torch.dtype = torch.float64,
+    target: TinyTarget | None = None,
+    n_inputs: int = 3,
+    **draft: Any,
+) -> Draft:
+    """A head of a kind with all its norms off 1, so that a norm left out is seen, and nothing left that starts at 0."""
     torch.manual_seed(3)
     vocab = DraftVocab(np.array([0, 2, 3, 5, 8, 9, 11, 14, 17, 18, 20, 21, 26]), V, 0.5)
-    draft = {"init_layer": "random"} | draft  # from the target, half of q, k and v would be zero
-    head = build(DraftConfig(steps=steps, **draft), target or TinyTarget(), vocab, n_inputs=3)
-    assert isinstance(head, Eagle3)
+    draft = {"init_layer": "random"} | draft  # from the target, half of EAGLE-3's q, k and v would be zero
+    head = build(DraftConfig(kind=kind, steps=steps, **draft), target or TinyTarget(), vocab, n_inputs)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if "norm" in name:
+            if "norm" in name or kind != "eagle3":
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return head.to(dtype)
 
@@ -82,13 +99,13 @@ def tiny_sequence(length: int, turns: list[tuple[int, int]], seed: int, n_layers
     )
 
 
-def tiny_sequences() -> list[TinySequence]:
+def tiny_sequences(n_layers: int = 4) -> list[TinySequence]:
     """Odd lengths; several turns, some too short for later steps or for any; turns at the very start and end."""
     return [
-        tiny_sequence(13, [(4, 11)], 0),
-        tiny_sequence(17, [(2, 4), (6, 7), (9, 17)], 1),
-        tiny_sequence(5, [], 2),
-        tiny_sequence(9, [(0, 5), (7, 9)], 3),
+        tiny_sequence(13, [(4, 11)], 0, n_layers),
+        tiny_sequence(17, [(2, 4), (6, 7), (9, 17)], 1, n_layers),
+        tiny_sequence(5, [], 2, n_layers),
+        tiny_sequence(9, [(0, 5), (7, 9)], 3, n_layers),
     ]
 
 

@@ -17,8 +17,8 @@ from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.evaluate import decode, decode_tasks, measure
 from eagle3_train.evaluate.records import read_records
 from eagle3_train.files import write_json
-from eagle3_train.store import Store
-from tests.evaluate.tiny import NEW, STOPS, trained_head, transcripts, write_store
+from eagle3_train.store import Store, write_target_part
+from tests.evaluate.tiny import NEW, STOPS, tiny_part, trained_head, transcripts, write_store
 from tests.heads import LAYER_IDS, tiny_target
 
 TASK = TaskConfig(name="tiny", source="file", path="-", prompts=8, new_tokens=NEW)
@@ -99,6 +99,8 @@ def test_measure_completes_the_result(point: Config) -> None:
     assert (result["schema"], result["draft"], result["val_loss"]) == (1, "eagle3", 2.5)
     assert set(result["wall_seconds"]) == {"train", "replay", "decode"}
     assert result["eval_identity"] == digest(point.eval_identity)
+    assert result["decode_identity"] == digest(point.decode_identity)
+    assert result["transcripts"] == {"tiny": Store.open(f"{point.paths.store}/transcripts/tiny").fingerprint}
     assert len(result["alpha"]) == 3
     assert (result["tau_replay"]["tiny"]["prompts"], result["tau_decode"]["tiny"]["prompts"]) == (8, 2)
     records = read_records(point.point_dir / "records.jsonl")
@@ -116,11 +118,35 @@ def test_measure_of_trees(point: Config, capsys: pytest.CaptureFixture[str]) -> 
     assert shape in capsys.readouterr().out
 
 
+def test_a_table_of_tasks_and_temperatures(point: Config, tmp_path: Path) -> None:
+    """Sampled transcripts are replayed as an expectation, and decoded by sampling, chain and tree."""
+    folder = tmp_path / "more"
+    write_store(folder / "tiny", transcripts(), {"temperature": 0.0, "max_new_tokens": NEW})
+    sampling = {"temperature": 0.7, "max_new_tokens": NEW, "top_p": 0.9, "top_k": 5}
+    write_store(folder / "warm", transcripts(), sampling)
+    tensors = {"embed_tokens": tiny_part().embed_tokens, "norm_weight": tiny_part().norm_weight}
+    write_target_part(point.paths.store, tensors | {"lm_head": tiny_part().lm_head}, tiny_part().config)
+    (Path(point.paths.store) / "transcripts").unlink()
+    (Path(point.paths.store) / "transcripts").symlink_to(folder)
+    write_json(point.point_dir / "train.json", trained(point))
+    point.eval.tasks = [TASK, replace(TASK, name="warm", temperature=0.7, top_p=0.9, top_k=5)]
+    point.eval.decode_tasks, point.eval.trees = ["tiny", "warm"], [TreeConfig(2, 2, 4)]
+    write_json(point.point_dir / "train.json", trained(point))
+    result = measure(point, trained_head(), tiny_target())
+    rows = [(r["task"], r["temperature"], r["method"], r["shape"]) for r in result["evaluation"]]
+    both = [(task, t, method) for method in ("replay", "decode") for task, t in (("tiny", 0.0), ("warm", 0.7))]
+    assert set(rows) == {(*kind, shape) for kind in both for shape in ("chain", "tree 2x2/4")}
+    assert set(result["tau_decode"]) == {"tiny"}  # the result's own keys are of greedy chains
+    point.eval.tasks[1].top_k = 6
+    with pytest.raises(ValueError, match=r"'warm' were made with top_k=5, now 6"):
+        measure(point, trained_head(), None)
+
+
 def test_measure_without_the_target_replays_alone(point: Config) -> None:
     write_json(point.point_dir / "train.json", trained(point))
     result = measure(point, trained_head(), None)
     assert "tau_replay" in result
-    assert not {"tau_decode", "speedup", "decode_setup"} & set(result)
+    assert not {"tau_decode", "speedup", "decode_setup", "decode_identity"} & set(result)
 
 
 def test_measure_of_an_untrained_point_is_refused_before_any_work(point: Config) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, build
+from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, StepLoss, build
 from eagle3_train.store import Sequence, ShardWriter, StoreSpec, finalize
 from tests.heads import LAYER_IDS, VOCAB, tiny_target
 
@@ -96,7 +96,7 @@ def tiny_part() -> TinyPart:
     )
 
 
-class _HardLoss:
+class _HardLoss(StepLoss):
     """Cross-entropy against the target's distribution, summed: enough to fit a few transcripts."""
 
     def select(self, kept: Tensor) -> None:
@@ -105,13 +105,27 @@ class _HardLoss:
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ lm_head.T, targets[target_rows], reduction="sum")
 
+    def steps(
+        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
+    ) -> Tensor:
+        return self(0, hidden, lm_head, targets, target_rows)
+
+    def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:
+        return F.smooth_l1_loss(hidden, features, reduction="sum") / hidden.shape[1]
+
 
 @cache
 def trained_head(steps: int = 3) -> Draft:
     """EAGLE-3 on the tiny target, fitted to half of what it is tested on, so that it is sometimes right."""
+    return fitted(DraftConfig(steps=steps, init_lm_head="random"))
+
+
+def fitted(cfg: DraftConfig) -> Draft:
     torch.manual_seed(0)
     vocab = DraftVocab(np.delete(np.arange(VOCAB), [5, 7]), VOCAB, 1.0)
-    head = build(DraftConfig(steps=steps, init_lm_head="random"), tiny_part(), vocab, len(LAYER_IDS))
+    head = build(cfg, tiny_part(), vocab, len(LAYER_IDS))
+    if not head.is_trained:
+        return head.eval()
     batch = DraftBatch.collate(transcripts()[::2], CPU, torch.float32)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(60):

@@ -13,8 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from eagle3_train import config
 from eagle3_train.config import Config, digest
 from eagle3_train.files import write_json
+from launch import Outcome, slurm
 from launch.command import command, environment
-from launch.jobs import Job, outputs
+from launch.jobs import Job, detach, is_of_another_store, outputs, set_aside
+from launch.worker import cut_short
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,14 @@ def compose(raw: DictConfig, tmp_path: Path) -> Callable[..., Config]:
     return composed
 
 
-def result_of(cfg: Config) -> dict[str, Any]:
-    return {"train_identity": digest(cfg.point_identity), "eval_identity": digest(cfg.eval_identity)}
+def result_of(cfg: Config, store: str = "s", transcripts: str = "t") -> dict[str, Any]:
+    identities = {name: digest(getattr(cfg, f"{name}_identity")) for name in ("eval", "decode")}
+    return {
+        "train_identity": digest(cfg.point_identity),
+        **{f"{name}_identity": value for name, value in identities.items()},
+        "store_fingerprint": store,
+        "transcripts": {task.name: transcripts for task in cfg.eval.tasks},
+    }
 
 
 def test_a_point_is_done_when_its_result_is_whole_and_its_own(compose: Callable[..., Config]) -> None:
@@ -45,7 +53,7 @@ def test_a_point_is_done_when_its_result_is_whole_and_its_own(compose: Callable[
     for broken in (json.dumps(result_of(cfg))[:-9], "{}", ""):
         path.write_text(broken)
         assert not job.is_done()
-    for other in ("optim.lr=1e-5", "eval.tasks=[]"):
+    for other in ("optim.lr=1e-5", "eval.tasks=[]", "eval.bootstrap=10"):
         write_json(path, result_of(compose("eval.decode=false", "eval.decode_tasks=[]", other)))
         assert not job.is_done()
 
@@ -58,6 +66,96 @@ def test_decoding_is_part_of_done_only_where_it_is_asked_for(compose: Callable[.
     assert Job("point", compose("eval.decode=false")).is_done()
     write_json(cfg.point_dir / "result.json", result_of(cfg) | {"tau_decode": {"humaneval": {}}})
     assert Job("point", cfg).is_done()
+    for other in ("eval.decode_dtype=bf16", "eval.decode_prompts=2"):
+        assert not Job("point", compose(other)).is_done()
+        assert Job("point", compose(other, "eval.decode=false")).is_done()
+
+
+def write_stores(cfg: Config, store: str, transcripts: str) -> None:
+    write_json(Path(cfg.paths.store) / "manifest.json", {"fingerprint": store})
+    for task in cfg.eval.tasks:
+        write_json(Path(cfg.paths.store) / "transcripts" / task.name / "manifest.json", {"fingerprint": transcripts})
+
+
+def test_a_point_of_another_store_or_of_other_transcripts_is_not_done(compose: Callable[..., Config]) -> None:
+    cfg = compose("eval.decode=false")
+    write_json(cfg.point_dir / "result.json", result_of(cfg))
+    for store, transcripts, done, other in (
+        ("s", "t", True, False),
+        ("s", "new", False, False),
+        ("new", "t", False, True),
+    ):
+        write_stores(cfg, store, transcripts)
+        write_json(cfg.point_dir / "train.json", {"store_fingerprint": "s"})
+        assert Job("point", cfg).is_done() is done
+        assert is_of_another_store(cfg, cfg.point_dir) is other
+    (cfg.point_dir / "train.json").unlink()
+    assert is_of_another_store(cfg, cfg.point_dir)
+    (cfg.point_dir / "result.json").unlink()  # interrupted: its checkpoints tell
+    assert not is_of_another_store(cfg, cfg.point_dir)
+    write_json(cfg.point_dir / "checkpoints" / "step-00000007" / "state.json", {"plan": {"fingerprint": "s"}})
+    assert is_of_another_store(cfg, cfg.point_dir)
+    set_aside(cfg, cfg.point_dir)
+    assert not is_of_another_store(cfg, cfg.point_dir)
+    (kept,) = cfg.point_dir.iterdir()
+    assert sorted(p.name for p in kept.iterdir()) == ["checkpoints"]
+
+
+def test_a_link_to_another_studys_point_goes_with_its_data(compose: Callable[..., Config], tmp_path: Path) -> None:
+    cfg = compose()
+    write_json(tmp_path / "other" / "train.json", {"store_fingerprint": "s"})
+    cfg.point_dir.parent.mkdir(parents=True)
+    cfg.point_dir.symlink_to(tmp_path / "other")
+    write_stores(cfg, "s", "t")
+    detach(cfg)
+    assert cfg.point_dir.is_symlink()
+    write_stores(cfg, "new", "t")
+    detach(cfg)
+    assert not cfg.point_dir.is_symlink()
+    assert (tmp_path / "other" / "train.json").is_file()
+
+
+def test_other_content_under_the_same_path_makes_a_shared_step_stale(
+    compose: Callable[..., Config], tmp_path: Path
+) -> None:
+    source = tmp_path / "chats.json"
+    source.write_text("one")
+    job = Job("prepare", compose(f"corpus.path={source}"))
+    write_json(outputs(job.cfg, "prepare")[0], {"digest": "1"})
+    assert not job.has_changed()  # never done
+    assert job.finish()
+    assert (job.is_done(), job.has_changed()) == (True, False)
+    source.write_text("two")
+    assert (job.is_done(), job.has_changed()) == (False, True)
+    source.unlink()  # on a machine that does not see it, there is nothing to compare
+    assert job.is_done()
+    capture = Job("capture", job.cfg)
+    for path in outputs(job.cfg, "capture"):
+        write_json(path, {})
+    assert capture.finish()
+    write_json(outputs(job.cfg, "prepare")[0], {"digest": "2"})  # prepared anew
+    assert capture.has_changed()
+    outputs(job.cfg, "capture")[0].unlink()  # removed, since all points are done
+    assert not capture.is_done()
+
+
+def test_an_array_has_room_for_its_largest_job_and_a_dry_run_shows_the_order(compose: Callable[..., Config]) -> None:
+    two = compose("launch.kind=slurm", "launch.nodes=2", "engine.kind=ddp")
+    one = compose("launch.kind=slurm")
+    assert "#SBATCH --nodes=2\n" in slurm.render(slurm.Batch("points", [Job("point", one), Job("point", two)]))
+    prepare = slurm.Batch("prepare", [Job("prepare", one)])
+    points = slurm.Batch("points", [Job("point", one)] * 3, {"prepare": "afterok", "capture": "afterok"}, at_once=2)
+    text = slurm.show([prepare, points])
+    assert "1. prepare: 1 job(s), starts at once\n" in text
+    assert "2. points: 3 job(s), at most 2 at a time, starts when prepare has succeeded\n" in text
+
+
+def test_a_job_that_another_process_took_over_is_not_put_back_into_the_queue() -> None:
+    # Under SLURM the other process is, as a rule, the same job on another node: a requeue would end it.
+    assert not cut_short(Outcome("lost"))
+    assert cut_short(Outcome("preempted"))
+    assert cut_short(Outcome("failed", reason="exit code 137"))
+    assert not cut_short(Outcome("failed", reason="exit code 1"))
 
 
 @pytest.mark.parametrize(
@@ -97,6 +195,6 @@ def test_several_processes_share_the_cores(compose: Callable[..., Config], monke
     cfg = compose("launch.nproc_per_node=4", "engine.kind=ddp")
     assert "--nproc-per-node 4 -m eagle3_train.cli point" in " ".join(command(Job("point", cfg)))
     assert environment(Job("point", cfg)) == {"OMP_NUM_THREADS": "3"}
-    assert "torch.distributed.run" not in command(Job("prepare", cfg))  # this step does not divide its work
+    assert "eagle3_train.elastic" not in command(Job("prepare", cfg))  # this step does not divide its work
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert environment(Job("point", cfg)) == {}  # the user's choice stands

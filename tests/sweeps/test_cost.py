@@ -12,7 +12,9 @@ from eagle3_train.config import Config
 from eagle3_train.files import write_json
 from sweeps import cost
 from sweeps.estimate import describe
+from sweeps.heads import COSTS, head_cost
 from sweeps.points import plan
+from tests.drafts.tiny import TinyTarget, tiny_batch, tiny_draft, tiny_sequence
 
 # SmolLM2-135M-Instruct's own config.json, as far as the estimate reads it.
 SMOLLM2 = {
@@ -36,9 +38,23 @@ def test_parameters_of_the_target() -> None:
 
 
 def test_flops_agree_with_what_a_training_run_counted(cfg: Config) -> None:
-    # train.json of a real run (128 sequences, 2 epochs, K 3, D 4096), which counts row by row.
-    data = cost.Data(sequences=128, tokens=46_860, supervised=35_603, exact=True)
-    assert cost.training_flops(cfg, cost.Shape.of(SMOLLM2), data) == pytest.approx(9_499_034_313_216, rel=0.05)
+    # What training counts row by row, of the corpus of a real run (128 sequences, 2 epochs, K 3, D 4096).
+    data = cost.Data(sequences=128, tokens=46_998, supervised=35_693, exact=True)
+    assert cost.training_flops(cfg, cost.Shape.of(SMOLLM2), data) == pytest.approx(8_868_522_977_280, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", sorted(COSTS))
+def test_cost_of_each_kind_agrees_with_what_the_head_itself_counts(cfg: Config, kind: str) -> None:
+    """On one long turn, where the rows that later steps lose are few."""
+    target = TinyTarget()
+    sequence = tiny_sequence(120, [(1, 120)], 0)
+    cfg.draft.kind, cfg.draft.steps, cfg.draft.vocab_size, cfg.train.epochs = kind, 4, 13, 1
+    head = tiny_draft(kind, 4, target=target)
+    shape, data = cost.Shape.of(target.config | {"num_hidden_layers": 1}), cost.Data(1, 120, 119, exact=True)
+    own = head_cost(cfg.draft, shape, 3)
+    assert own.parameters == sum(p.numel() for p in head.parameters() if p.dim() == 2)
+    flops = cost.training_flops(cfg, shape, data)
+    assert flops == pytest.approx(head.flops(tiny_batch([sequence])), rel=0.06)
 
 
 def test_bytes_of_the_store_agree_with_a_real_one(cfg: Config) -> None:
@@ -56,12 +72,17 @@ def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> N
     study = plan(overrides)
     assert "at most 131,072 tokens; disk and FLOPs are known once" in describe(study)
     write_json(Path(study.cfg.paths.target) / "config.json", SMOLLM2)
-    assert "at most 0.56 GiB of hidden states" in describe(study)
+    text = describe(study)
+    assert "at most 576 MiB of hidden states" in text
+    assert "supervised" not in text  # not known yet
+    assert text.count("at most") == 5  # tokens, both sizes, both FLOPs
+    with pytest.raises(ValueError, match="the target has 30 layers, so the highest id is 29"):
+        plan([*overrides, "capture.layer_ids=[2,99]"])
     part = {"sequences": 256, "tokens": 97529, "supervised_tokens": 72876}
     write_json(Path(study.cfg.paths.corpus) / "report.json", {"parts": {"train": part}})
     text = describe(study)
     assert "256 sequences, 97,529 tokens, 72,876 of them supervised" in text
-    assert "disk: 0.42 GiB of hidden states" in text
+    assert "disk: 429 MiB of hidden states" in text
     assert " at " not in text.splitlines()[-1].partition("train all points")[2]  # no hours yet
     assert "at launch.tflops=2 a process" in describe(plan([*overrides, "launch.tflops=2"]))
     trained = {"train_flops": 1e12, "wall_seconds": {"train": 2.0}}

@@ -52,6 +52,29 @@ def test_a_config_group_can_be_an_axis_and_be_excluded() -> None:
     assert [(p.overrides["engine"], p.cfg.engine.kind) for p in points] == [("ddp", "ddp")]
 
 
+def test_all_axes_can_be_given_at_once_in_place_of_the_files() -> None:
+    assert settings(["study.axes={data.scale: [1, 2], optim.lr: 1e-3}"]) == [
+        {"data.scale": "1", "optim.lr": "0.001"},
+        {"data.scale": "2", "optim.lr": "0.001"},
+    ]
+
+
+def test_of_repeated_overrides_the_last_holds() -> None:
+    assert settings(["data.scale=1", "seed=0,1", "seed=2"]) == [{"data.scale": "1", "seed": "2"}]
+    assert settings(["data.scale=1", "seed=2", "seed=0,1"]) == [
+        {"data.scale": "1", "seed": "0"},
+        {"data.scale": "1", "seed": "1"},
+    ]
+
+
+def test_what_matches_no_point_is_said() -> None:
+    text = describe(plan(["data.scale=1", "seed=0", "study.exclude=[{seed: 7}]"]))
+    assert "study.decode_points: {data.scale:8,seed:0} matches no point" in text
+    assert "study.exclude: {seed:7} matches no point" in text
+    assert "no point is decoded" not in text
+    assert "no point is decoded" in describe(plan(["data.scale=2", "seed=0"]))
+
+
 def test_exclusions_need_all_their_values() -> None:
     points = plan(["study.exclude=[{data.scale: 8, seed: 1}, {data.scale: 1}]"]).points
     assert [(p.cfg.data.scale, p.cfg.seed) for p in points] == [(2, 0), (2, 1), (4, 0), (4, 1), (8, 0)]
@@ -72,6 +95,7 @@ def test_decode_points(default: Study) -> None:
         (["engine=single,ddp"], "define the same point"),
         (["capture.layer_ids=[1,2,3],[2,3,4]"], "do not share their data"),
         (["data.scale=1,999"], r"corpus\.sequences"),
+        (["study.axes={seed: []}"], "axis seed has no values"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_written(overrides: list[str], words: str) -> None:

@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import config
+from eagle3_train.config import digest
+from eagle3_train.files import write_json
 from launch.supervise import GRACE_S
 from sweeps import commands, status
+from sweeps.points import Point
+from sweeps.study import adopt
 from tests.sweeps.conftest import Bench, wait_until
 
 TWO = ("study", "data.scale=1,2", "seed=0")
@@ -48,7 +52,7 @@ def test_a_study_does_everything_once(bench: Bench) -> None:
     assert out.splitlines()[-3:] == [f"summary of {', '.join(NAMES)}", "", f"Report: {bench.study}/report/report.html"]
     assert config.load(bench.study / "study.yaml").study.axes == {"data.scale": [1, 2], "seed": [0]}
 
-    out = bench.run(*TWO, "train.log_every=3", "tracker=tensorboard")  # what does not define a result
+    out = bench.run(*TWO, "train.log_every=3", "tracker.project=other")  # what does not define a result
     assert "2 points, 2 done" in out
     assert bench.calls() == ["prepare", "capture 0/1", *trained, "report", "report"]
 
@@ -63,6 +67,42 @@ def test_a_point_that_another_study_has_done_is_shared(bench: Bench) -> None:
     shutil.rmtree(bench.study)
     bench.run(*other)
     assert bench.calls("train") == [f"train {name}" for name in (*NAMES, NAMES[0])]
+
+
+def test_two_processes_may_share_a_point_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config.compose([f"paths.outputs={tmp_path}", "eval.decode=false"])
+    transcripts = {task.name: "t" for task in cfg.eval.tasks}
+    identities = {"train_identity": digest(cfg.point_identity), "eval_identity": digest(cfg.eval_identity)}
+    write_json(tmp_path / "other" / cfg.point_name / "result.json", identities | {"transcripts": transcripts})
+    cfg.point_dir.parent.mkdir(parents=True)
+    link = Path.symlink_to
+
+    def second(self: Path, target: str) -> None:
+        link(self, target)  # the other process was a moment quicker
+        link(self, target)
+
+    monkeypatch.setattr(Path, "symlink_to", second)
+    assert adopt(Point(cfg.point_name, cfg, {}))
+    assert (cfg.point_dir / "result.json").is_file()
+
+
+def test_changed_data_under_the_same_path_are_trained_on_anew(bench: Bench) -> None:
+    source = bench.folder / "chats.json"
+    source.write_text("[]")
+    mine = (*TWO, f"corpus.path={source}")
+    bench.run(*mine)
+    source.write_text("[{}]")
+    out = bench.run(*mine)
+    assert "settings or input of prepare and capture have changed" in out
+    assert len(bench.calls("prepare")) == len(bench.calls("capture")) == 2
+    assert bench.calls("train") == [f"train {name}" for name in (*NAMES, *NAMES)]
+    for name in NAMES:
+        assert steps(bench, name) == list(range(1, 11))  # from the start
+        (kept,) = (bench.study / name).glob("of-another-store-*")
+        assert (kept / "result.json").is_file()
+    shutil.rmtree(bench.study / "store")  # a finished study needs it no more
+    assert "2 points, 2 done" in bench.run(*mine)
+    assert len(bench.calls("prepare")) == len(bench.calls("capture")) == 2
 
 
 def test_killed_in_the_middle_and_run_again(bench: Bench) -> None:
@@ -96,6 +136,21 @@ def test_ctrl_c_ends_the_children_and_says_how_to_go_on(bench: Bench) -> None:
     assert "the same command continues" in out.splitlines()[-1]
     assert not alive(bench.pids()[-1])
     assert len(bench.calls("train")) == 1
+
+
+def test_sigterm_says_how_to_go_on(bench: Bench) -> None:
+    process = bench.start(*TWO, FAKE_SECONDS="600")
+    wait_until(lambda: len(bench.calls("train")) == 1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM; the same command continues" in out.splitlines()[-1]
+    assert not alive(bench.pids()[-1])
+    # A damaged file hides no other job.
+    (bench.study / NAMES[0] / "config.yaml").write_text("a: [1")
+    seen = states(bench)
+    assert [seen[name].state for name in ("prepare", *NAMES)] == ["done", "damaged", "queued"]
+    assert f"{NAMES[0]}/config.yaml is damaged" in str(seen[NAMES[0]].reason)
 
 
 def test_a_failing_point_stops_no_other_and_is_shown_with_its_log(bench: Bench) -> None:
@@ -136,14 +191,14 @@ def test_a_dry_run_does_nothing(bench: Bench) -> None:
 
 
 def test_status_follows_a_running_point(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    process = bench.start(*TWO, FAKE_SECONDS="5")
+    process = bench.start(*TWO, FAKE_SECONDS="30")
     wait_until(lambda: len(steps(bench, NAMES[0])) >= 3)
     seen = states(bench)
     assert list(seen) == ["prepare", "capture", *NAMES]
     running = seen[NAMES[0]]
     assert (running.state, running.steps, running.tokens_per_s) == ("running", 10, 100.0)
     assert running.step
-    assert running.seconds_left == pytest.approx((10 - running.step) * 0.5, rel=0.5)
+    assert running.seconds_left == pytest.approx((10 - running.step) * 3.0, rel=0.5)
     assert seen[NAMES[1]].state == "queued"
     status.show(bench.study)
     assert "2 done, 1 running, 1 queued" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3_train.config import EngineConfig, OptimConfig
+from eagle3_train.config import EngineConfig, OptimConfig, TrainConfig
 from eagle3_train.drafts import DraftBatch
 from eagle3_train.store import Store
 from eagle3_train.train.distributed import World
@@ -39,7 +39,7 @@ def test_micro_batches_do_not_change_the_update(study: Path, oov: str) -> None:
         head = build_head(cfg, store, CPU)
         engine = Engine(EngineConfig(), head, OptimConfig(clip_norm=1e9), World(), torch.float32)
         parts = [sequences[i : i + size] for i in range(0, 8, size)]
-        result = train_step(engine, [*parts, []], 1e-2, 0.8, oov, World())
+        result = train_step(engine, [*parts, []], 1e-2, TrainConfig(oov=oov), World())
         results[size] = result, {k: v.clone() for k, v in engine.weights().items()}
     whole, weights = results[8]
     assert whole.rows > 0

@@ -1,152 +1,96 @@
-"""Whole small runs: learning, resuming, data parallel against a single process."""
+"""Whole small runs in one process: learning, what is logged and kept, what stops them."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import math
+import re
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from eagle3_train.drafts import Draft
+from eagle3_train.exits import Unfinished
 from eagle3_train.train import checkpoint, load_head, train
-from tests.train.tiny_store import make_study, overrides, tiny_config
+from tests.train.conftest import NewOutputs
+from tests.train.ranks import run_ranks, train_tiny
+from tests.train.results import losses, newest, point, record, rows, same
+from tests.train.tiny_store import make_study, tiny_config
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("outputs")
-    make_study(folder)
-    return folder
-
-
-def copy_of(study: Path, folder: Path) -> Path:
-    """The study's store under another outputs folder, so that points do not meet."""
-    (folder / "tiny").mkdir(parents=True)
-    (folder / "tiny" / "store").symlink_to(study / "tiny" / "store")
-    return folder
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(path: Path) -> list[float]:
-    return [line["loss"] for line in lines(path / "metrics.jsonl") if "loss" in line]
-
-
-def run(args: list[str], nproc: int = 1, wait: bool = True) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc > 1 else []
-    process = subprocess.Popen(
-        [sys.executable, *launcher, "-m", "eagle3_train.train", *args],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if wait:
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, out
-    return process
-
-
-def test_a_run_learns_and_leaves_what_others_rely_on(study: Path, tmp_path: Path) -> None:
-    cfg = tiny_config(copy_of(study, tmp_path), optim__lr="1e-2")
+def test_a_run_learns_and_leaves_what_others_rely_on(outputs: NewOutputs) -> None:
+    cfg = tiny_config(outputs("a"), optim__lr="1e-2")
     head = train(cfg)
+    lines = (cfg.point_dir / "metrics.jsonl").read_bytes()
     curve = losses(cfg.point_dir)
     assert curve[-1] < 0.8 * curve[0]
-    record = json.loads((cfg.point_dir / "train.json").read_text())
-    index_tokens = record["unique_tokens"]
-    assert record["consumed_tokens"] == 3 * index_tokens
-    assert record["supervised_tokens"] < index_tokens
-    assert len(record["val_loss_steps"]) == 3
-    assert record["parameters"]["trainable"] == sum(p.numel() for p in head.parameters())
+    trained = record(cfg.point_dir)
+    index_tokens = trained["unique_tokens"]
+    assert trained["consumed_tokens"] == 3 * index_tokens
+    assert trained["supervised_tokens"] < index_tokens
+    assert len(trained["val_loss_steps"]) == 3
+    assert trained["parameters"]["trainable"] == sum(p.numel() for p in head.parameters())
     loaded = load_head(cfg, CPU)
     for a, b in zip(head.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
-    before = (cfg.point_dir / "metrics.jsonl").read_bytes()
     train(cfg)  # a finished point is not run again
-    assert (cfg.point_dir / "metrics.jsonl").read_bytes() == before
+    assert (cfg.point_dir / "metrics.jsonl").read_bytes() == lines
 
 
-def test_kill_9_and_resume_is_bit_identical(study: Path, tmp_path: Path) -> None:
-    whole = tiny_config(copy_of(study, tmp_path / "a"))
-    torch.set_num_threads(1)
-    train(whole)
-    folder = copy_of(study, tmp_path / "b")
-    cut = tiny_config(folder)
-    process = run(overrides(folder), wait=False)
-    deadline = time.monotonic() + 120
-    while checkpoint.newest(cut.point_dir / "checkpoints") is None and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    train(cut)
-    assert losses(cut.point_dir) == losses(whole.point_dir)
-    a, b = (checkpoint.newest(c.point_dir / "checkpoints").weights() for c in (whole, cut))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+def test_every_line_says_where_the_run_stands(outputs: NewOutputs) -> None:
+    folder = outputs("a")
+    train(tiny_config(folder, train__log_every=5, train__peak_tflops=1e-3))
+    lines = [row for row in rows(folder) if "loss" in row]
+    assert [row["step"] for row in lines] == [5, 10, 15, 16]
+    for row in lines:
+        assert row["steps"] == 16  # `eagle3 study status` shows step/steps
+        assert {"lr", "grad_norm", "tokens", "tokens_per_s", "tflops", "data_wait", "peak_rss_mb"} <= row.keys()
+        assert row["mfu"] == pytest.approx(row["tflops"] / 1e-3)
+        assert 0 <= row["data_wait"] < 1
+    assert "mfu" not in next(r for r in rows(trained(outputs("b"))) if "loss" in r)  # no peak is known of a CPU
 
 
-def test_resume_in_the_middle_continues_at_the_next_batch(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = tiny_config(copy_of(study, tmp_path / "a"))
-    train(whole)
-    cut = tiny_config(copy_of(study, tmp_path / "b"))
-    import eagle3_train.train.loop as loop
-
-    real, calls = loop.train_step, []
-
-    def failing(*args):
-        calls.append(1)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(loop, "train_step", failing)
-    with pytest.raises(KeyboardInterrupt):
-        train(cut)
-    monkeypatch.setattr(loop, "train_step", real)
-    assert checkpoint.newest(cut.point_dir / "checkpoints").step == 4
-    train(cut)
-    assert losses(cut.point_dir) == losses(whole.point_dir)
-    steps = [line["step"] for line in lines(cut.point_dir / "metrics.jsonl") if "loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
+def trained(folder: Path, **keys: Any) -> Path:
+    train(tiny_config(folder, **keys))
+    return folder
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("engine", "nproc"), [("auto", 2), ("fsdp2", 2), ("hsdp", 4)])
-def test_engines_give_the_single_process_curve(study: Path, tmp_path: Path, engine: str, nproc: int) -> None:
-    single = tiny_config(copy_of(study, tmp_path / "single"))
-    train(single)
-    folder = copy_of(study, tmp_path / engine)
-    keys = {"train__micro_batch_tokens": 30, "engine": engine} | ({"engine__shard_size": 2} if engine == "hsdp" else {})
-    run(overrides(folder, **keys), nproc)
-    parallel = tiny_config(folder)
-    np.testing.assert_allclose(losses(parallel.point_dir), losses(single.point_dir), rtol=2e-5)
-    records = [json.loads((c.point_dir / "train.json").read_text()) for c in (single, parallel)]
-    assert records[0]["consumed_tokens"] == records[1]["consumed_tokens"]
-    assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], rel=1e-4)
+def test_while_it_trains_the_head_is_evaluated_as_saved_and_the_best_is_kept(outputs: NewOutputs) -> None:
+    """Sharded on two ranks; `evaluate` gets a plain whole head, whose weights are those of the checkpoint."""
+    folder = outputs("a")
+    run_ranks(2, train_and_evaluate, folder / "log", folder)
+    assert [(row["step"], row["tau"]) for row in rows(folder) if "tau" in row] == [
+        (3, 2.0), (6, 5.0), (9, 4.0), (12, 3.0), (15, 3.0), (16, 3.0)
+    ]  # fmt: skip
+    assert all({"val_loss", "alpha_0"} <= row.keys() for row in rows(folder) if "tau" in row)
+    kept = checkpoint.all_in(point(folder) / "checkpoints")
+    assert [c.step for c in kept] == [6, 16]
+    assert (point(folder) / "checkpoints" / "best").resolve() == kept[0].path
+    seen = torch.load(folder / "seen-2.pt", weights_only=True)
+    assert same(seen, kept[0].weights())
+    assert same(newest(trained(outputs("b"))).weights(), newest(trained(outputs("c"), train__eval_every=5)).weights())
 
 
-def test_engines_that_do_not_fit_the_processes_stop(study: Path, tmp_path: Path) -> None:
-    folder = copy_of(study, tmp_path)
-    for engine in ("ddp", "fsdp2", "hsdp"):
-        with pytest.raises(ValueError, match="several processes"):
-            train(tiny_config(folder, engine=engine))
+def train_and_evaluate(folder: Path) -> None:
+    taus = [2.0, 5.0, 4.0, 3.0, 3.0, 3.0]
+    seen: list[int] = []
+
+    def evaluate(head: Draft) -> dict[str, Any]:
+        assert not head.training
+        seen.append(1)
+        torch.rand(3)  # what an evaluation draws is not the training's
+        torch.save(dict(head.state_dict()), folder / f"seen-{len(seen)}.pt")
+        return {"tau": taus[len(seen) - 1], "alpha": [0.5, 0.25, 0.1]}
+
+    train(tiny_config(folder, engine="fsdp2", train__eval_every=3, train__keep_last=1), evaluate)
 
 
-def test_wrong_stores_are_refused_before_work(study: Path, tmp_path: Path) -> None:
-    folder = copy_of(study, tmp_path)
+def test_wrong_stores_are_refused_before_work(outputs: NewOutputs) -> None:
+    folder = outputs("a")
     with pytest.raises(ValueError, match=r"dtype.*fp32"):
         train(tiny_config(folder, store__dtype="bf16"))
     with pytest.raises(ValueError, match="target"):
@@ -155,10 +99,82 @@ def test_wrong_stores_are_refused_before_work(study: Path, tmp_path: Path) -> No
         train(tiny_config(folder, corpus__sequences=30, data__scale=5))
     with pytest.raises(ValueError, match="vocabulary"):
         train(tiny_config(folder, draft__vocab_size=1000))
+    with pytest.raises(ValueError, match="no supervised row at draft step"):
+        train(tiny_config(folder, draft__steps=40))
+    assert not list((folder / "tiny").glob("*/checkpoints/step-*"))
 
 
-def test_a_broken_loss_stops_and_names_the_samples(study: Path, tmp_path: Path) -> None:
-    cfg = tiny_config(copy_of(study, tmp_path), optim__lr="1e30")
-    with pytest.raises(FloatingPointError, match=r"step \d+.*s\d+"):
-        train(cfg)
-    assert not (cfg.point_dir / "train.json").exists()
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study with one damaged sequence."""
+    folder = tmp_path_factory.mktemp("damaged")
+    make_study(folder, damaged=[5])
+    return folder
+
+
+@pytest.mark.distributed
+def test_a_damaged_sample_stops_all_ranks_and_is_named(damaged: Path) -> None:
+    logs = run_ranks(2, train_tiny, damaged / "log", damaged, {"engine": "ddp"}, code=1)
+    for log in logs:
+        assert re.search(r"FloatingPointError: step \d+ of 16: loss nan.*rows \[.*samples by rank: .*\bs5\b", log)
+    assert not list((damaged / "tiny").glob("*/train.json"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_a_skipped_update_changes_nothing_and_is_counted(engine: str, damaged: Path, tmp_path: Path) -> None:
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    folder = tmp_path
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "store").symlink_to(damaged / "tiny" / "store")
+    keys = {"engine": engine, "train__nonfinite": "skip", "train__keep_last": 30, "train__checkpoint_every": 1}
+    logs = run_ranks(2, train_tiny, folder / "log", folder, keys)
+    assert logs[0].count("update skipped: step") == 3  # once an epoch
+    bad = [row["step"] for row in rows(folder) if row.get("loss") == "nan"]
+    assert len(bad) == 3
+    assert record(folder)["skipped_steps"] == rows(folder)[-3]["skipped_steps"] == 3
+    by_step = {c.step: c.weights() for c in checkpoint.all_in(point(folder) / "checkpoints")}
+    assert same(by_step[bad[1]], by_step[bad[1] - 1])
+    assert not same(by_step[bad[1]], by_step[bad[1] + 1])
+    assert all(torch.isfinite(w).all() for w in by_step[16].values())
+
+
+def test_a_run_that_has_diverged_is_not_skipped_for_ever(tmp_path: Path) -> None:
+    make_study(tmp_path, damaged=range(24))
+    with pytest.raises(FloatingPointError, match="step 11 of 16"):
+        train(tiny_config(tmp_path, train__nonfinite="skip"))
+
+
+def test_a_validation_loss_that_is_no_number_keeps_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_study(tmp_path, damaged_validation=[2])
+    train(tiny_config(tmp_path))
+    found = record(tmp_path)
+    assert found["val_loss"] is None
+    assert found["val_loss_steps"] == [None, None, None]
+    assert math.isfinite(found["train_flops"])
+    assert "val_loss = nan" in capsys.readouterr().out
+
+
+def test_killed_between_the_last_checkpoint_and_the_record(outputs: NewOutputs) -> None:
+    folder = outputs("a")
+    train(tiny_config(folder))
+    whole, lines = record(folder), rows(folder)
+    (point(folder) / "train.json").unlink()
+    train(tiny_config(folder))
+    assert record(folder)["val_loss"] == whole["val_loss"]
+    assert [row for row in rows(folder) if "step" in row] == [row for row in lines if "step" in row]
+
+
+def test_draws_continue_where_a_run_continues(outputs: NewOutputs) -> None:
+    """EAGLE-1 draws noise in every step."""
+    keys = {"draft": "eagle1", "draft__vocab_size": 20}
+    whole, cut = outputs("whole"), outputs("cut")
+    torch.set_num_threads(1)
+    train(tiny_config(whole, **keys))
+    for _ in range(2):
+        with pytest.raises(Unfinished):
+            train(tiny_config(cut, **keys, train__max_hours=1e-9))
+    torch.rand(7)
+    train(tiny_config(cut, **keys))
+    assert losses(cut) == losses(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from tests.drafts.tiny import THETA, H, TinyTarget, V, tiny_sequence
 N_LAYERS = 12
 
 
-def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2) -> None:
+def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2, damaged: Collection[int] = ()) -> None:
     """`rows` sequences of 8 to 40 tokens with one or two assistant turns. Their next tokens follow a simple rule, so
-    that there is something to learn."""
+    that there is something to learn. The states of the rows `damaged` are so large that no loss is a number."""
     spec = StoreSpec(
         target="tiny", target_hash="t", tokenizer_hash="k", chat_template_hash="c", layer_ids=(2, 6, 9, N_LAYERS),
         hidden_size=H, n_layers=N_LAYERS, vocab_size=V, dtype="fp32", compute_dtype="fp32", n_rows=rows,
@@ -32,6 +33,8 @@ def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2) -> None:
         ids = ((np.arange(length) * 7 + int(rng.integers(V))) % V).astype(np.int32)
         states = s.hidden.float() * 0.1
         states[:, -1] += 3 * torch.nn.functional.one_hot(torch.from_numpy((ids + 7) % V % H).long(), H)
+        if i in damaged:
+            states[:] = 3e38
         made.append(Sequence(f"s{i}", "test", ids, s.loss_mask, states, s.target_argmax))
     for shard in range(shards):
         with ShardWriter(path, shard, spec) as writer:
@@ -40,12 +43,14 @@ def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2) -> None:
     finalize(path, spec)
 
 
-def make_study(folder: Path, rows: int = 24) -> None:
+def make_study(
+    folder: Path, rows: int = 24, damaged: Collection[int] = (), damaged_validation: Collection[int] = ()
+) -> None:
     """Store, validation store and target part under `folder`/tiny/store."""
     target = TinyTarget()
     store = folder / "tiny" / "store"
-    write_store(store, rows)
-    write_store(store / "validation", 6, seed=1, shards=1)
+    write_store(store, rows, damaged=damaged)
+    write_store(store / "validation", 6, seed=1, shards=1, damaged=damaged_validation)
     tensors = {"embed_tokens": target.embed_tokens, "norm_weight": target.norm_weight, "lm_head": target.lm_head}
     tensors |= {f"last_layer.{name}": t for name, t in target.last_layer.items()}
     write_target_part(

@@ -7,11 +7,20 @@ import torch
 from eagle3_train.config import EngineConfig, OptimConfig
 from eagle3_train.drafts import Draft
 from eagle3_train.train.distributed import World
+from eagle3_train.train.engines.accelerate import Accelerate
 from eagle3_train.train.engines.base import Engine
 from eagle3_train.train.engines.ddp import DDP
+from eagle3_train.train.engines.deepspeed import DeepSpeed
 from eagle3_train.train.engines.fsdp2 import FSDP2
 
-ENGINES: dict[str, type[Engine]] = {"single": Engine, "ddp": DDP, "fsdp2": FSDP2, "hsdp": FSDP2}
+ENGINES: dict[str, type[Engine]] = {
+    "single": Engine,
+    "ddp": DDP,
+    "fsdp2": FSDP2,
+    "hsdp": FSDP2,
+    "deepspeed": DeepSpeed,
+    "accelerate": Accelerate,
+}
 
 
 def make_engine(cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:

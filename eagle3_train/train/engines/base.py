@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from eagle3_train.train.distributed import World
 from eagle3_train.train.losses import Objective
 from eagle3_train.train.optim import make_optimizer
 
+OptimizerState = dict[str, dict[str, Any]]  # parameter name -> {"step", "exp_avg", "exp_avg_sq"} -> tensor
+
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SHARDED = StateDictOptions(cpu_offload=True)
 
 
 class Engine:
@@ -39,6 +43,14 @@ class Engine:
             raise ValueError(f"engine=single was started on {self.world.size} processes: use engine=ddp")
         return head
 
+    def needs_several(self) -> None:
+        """ValueError where an engine that divides the work is alone."""
+        if self.world.size == 1:
+            raise ValueError(
+                f"engine={self.cfg.kind} needs several processes, and this is one: torchrun --nproc-per-node 2 -m "
+                f"eagle3_train.train engine={self.cfg.kind} ..., or engine=single"
+            )
+
     def loss(self, batch: DraftBatch, objective: Objective) -> Tensor:
         """Forward pass: this rank's part of the global loss. All ranks call it equally often."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -54,25 +66,37 @@ class Engine:
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip by the global norm, update, clear the gradients. Returns the norm before clipping."""
+        """Clip by the global norm, update, clear the gradients. Returns the norm before clipping, on all ranks.
+
+        Where that is not finite the update is dropped: weights and optimizer state stay as they were.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.clip_norm)
-        self.optimizer.step()
+        norm = self.clip()
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def clip(self) -> float:
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.clip_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def weights(self) -> dict[str, Any]:
-        """Full fp32 weights on the host, name -> tensor; a collective on sharded engines."""
-        return get_model_state_dict(self.head, options=FULL)
+    def weights(self) -> dict[str, Tensor]:
+        """Full fp32 weights on the host of rank 0, name -> tensor, perhaps the live ones; other ranks may get none.
+        A collective."""
+        weights: dict[str, Any] = get_model_state_dict(self.module, options=FULL)
+        return weights
 
-    def state(self) -> dict[str, Any]:
-        """Full optimizer state, keyed by parameter names: it loads under any engine and world size. A collective."""
-        optimizer = get_optimizer_state_dict(self.head, self.optimizer, options=FULL)
-        return {"optimizer": optimizer, "rng": torch.get_rng_state()}
+    def state(self) -> OptimizerState:
+        """Optimizer state on the host, by parameter name, sharded (DTensor) where the engine shards it, perhaps the
+        live tensors. All engines name it alike, so it loads under any engine and world size. A collective."""
+        whole: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)
+        return whole["state"]
 
-    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Inverse of `weights` and `state`; every rank has read the same files."""
-        set_model_state_dict(self.head, dict(weights), options=FULL)
-        set_optimizer_state_dict(self.head, self.optimizer, state["optimizer"], options=FULL)
-        torch.set_rng_state(state["rng"])
+    def load(self, weights: dict[str, Tensor], state: OptimizerState) -> None:
+        """Inverse of `weights` (every rank has read them all) and `state` (as this engine shards it). A collective."""
+        set_model_state_dict(self.module, dict(weights), options=FULL)
+        whole: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)
+        whole["state"] = state
+        set_optimizer_state_dict(self.module, self.optimizer, whole, options=SHARDED)

@@ -14,10 +14,7 @@ from eagle3_train.train.losses import Objective
 
 class DDP(Engine):
     def wrap(self, head: Draft) -> nn.Module:
-        if self.world.size == 1:
-            raise ValueError(
-                "engine=ddp needs several processes: torchrun --nproc-per-node 2 -m eagle3_train.train ..."
-            )
+        self.needs_several()
         # A rank's loss is its share of the global sum already; DDP averages over ranks: take that back.
         self.gradient_factor = float(self.world.size)
         devices = [self.device.index] if self.device.type == "cuda" else None

@@ -20,10 +20,6 @@ from eagle3_train.train.losses import Objective
 
 def mesh_shape(cfg: EngineConfig, world: World) -> tuple[int, ...]:
     """(ranks,) for fsdp2; (groups, ranks a group) for hsdp. ValueError where the ranks do not divide."""
-    if world.size == 1:
-        raise ValueError(
-            f"engine={cfg.kind} needs several processes: torchrun --nproc-per-node 2 -m eagle3_train.train"
-        )
     if cfg.kind == "fsdp2":
         return (world.size,)
     if not cfg.shard_size or world.size % cfg.shard_size or not 1 < cfg.shard_size < world.size:
@@ -36,6 +32,7 @@ def mesh_shape(cfg: EngineConfig, world: World) -> tuple[int, ...]:
 
 class FSDP2(Engine):
     def wrap(self, head: Draft) -> nn.Module:
+        self.needs_several()
         # A rank's loss is its share of the global sum already; FSDP averages over ranks: take that back.
         self.gradient_factor = float(self.world.size)
         shape = mesh_shape(self.cfg, self.world)

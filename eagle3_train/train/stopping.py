@@ -1,0 +1,51 @@
+"""Stopping before the end, in good order: signals and the time limit, at a step that all ranks agree on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+import numpy as np
+
+from eagle3_train.exits import Unfinished
+from eagle3_train.train.distributed import World
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class Stop:
+    """While it is entered, SIGTERM and SIGUSR2 ask the loop to stop after the step; a second one ends the process.
+
+    max_hours: of this attempt, from here on; None: no limit.
+    """
+
+    def __init__(self, max_hours: float | None) -> None:
+        self._deadline = time.monotonic() + 3600 * max_hours if max_hours is not None else float("inf")
+        self._signal = 0
+
+    def reason(self, world: World) -> str | None:
+        """Why to stop now, the same on all ranks; None: go on. A collective, asked once a step."""
+        late = time.monotonic() >= self._deadline
+        signals, late_ranks = world.sum(np.array([self._signal != 0, late], np.int64)).tolist()
+        if signals:
+            return signal.Signals(self._signal).name if self._signal else "a signal to another rank"
+        return "train.max_hours" if late_ranks else None
+
+    def __enter__(self) -> Stop:
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():  # only there can handlers be set
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal:
+            raise Unfinished()
+        self._signal = number

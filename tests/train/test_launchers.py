@@ -1,0 +1,126 @@
+"""Started by what users start runs with; and what is seen when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from eagle3_train.exits import REQUEUE
+from eagle3_train.train.__main__ import adopt_srun
+from tests.train.conftest import NewOutputs
+from tests.train.ranks import free_port
+from tests.train.results import record
+from tests.train.tiny_store import overrides
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).parents[2]
+SHORT = {"train__epochs": 1}
+TORCHRUN = ("-m", "eagle3_train.elastic")
+STEP = ("-m", "eagle3_train.train")
+
+
+def start(*words: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == code, out
+    return out
+
+
+def test_two_nodes_of_torchrun(outputs: NewOutputs) -> None:
+    folder = outputs("nodes")
+    meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d")
+    meet = (*meet, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "tiny")
+    nodes = [start(*TORCHRUN, *meet, *STEP, *overrides(folder, engine="fsdp2", **SHORT)) for _ in range(2)]
+    outs = [finish(node) for node in nodes]
+    assert sum("6 steps" in out for out in outs) == 1
+    assert record(folder)["steps"] == 6
+
+
+def test_accelerate_launch(outputs: NewOutputs) -> None:
+    folder = outputs("accelerate")
+    command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    command = (*command, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port()))
+    finish(start(*command, *STEP, *overrides(folder, engine="accelerate", **SHORT)))
+    assert record(folder)["steps"] == 6
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed_launcher(outputs: NewOutputs) -> None:
+    folder = outputs("deepspeed")
+    command = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()), "--module")
+    finish(start(*command, "eagle3_train.train", *overrides(folder, engine="deepspeed", **SHORT)))
+    assert record(folder)["steps"] == 6
+
+
+@pytest.mark.parametrize(("code", "expected"), [(REQUEUE, REQUEUE), (3, 1)])
+def test_torchrun_hands_on_that_ranks_ask_to_be_continued(code: int, expected: int, tmp_path: Path) -> None:
+    """Rank 0 ends so; torchrun ends the others."""
+    script = tmp_path / "ranks.py"
+    script.write_text(f"import os, sys, time\nsys.exit({code}) if os.environ['RANK'] == '0' else time.sleep(100)\n")
+    finish(start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)), expected)
+
+
+# Python imports a module of this name at its start: one rank dies as its third step begins.
+DIES = """
+import os
+if os.environ.get("RANK") == "1":
+    import signal, eagle3_train.train.loop as loop
+    real, calls = loop.train_step, []
+    def dying(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            {how}
+        return real(*args)
+    loop.train_step = dying
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ('raise RuntimeError("a cosmic ray")', r"rank\s*:\s*1 .*RuntimeError: a cosmic ray"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"rank\s*:\s*1 .*Signal 9 \(SIGKILL\) received by PID"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_job_with_its_own_error(
+    how: str, seen: str, outputs: NewOutputs, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DIES.format(how=how))
+    ranks = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", *STEP)
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    job = start(*ranks, *overrides(outputs("dies"), train__epochs=10000, train__log_every=100000), **paths)
+    out = finish(job, code=1)
+    summary = out[out.rindex("Root Cause") :]
+    assert re.search(seen, summary, re.DOTALL), out
+
+
+def test_ranks_that_srun_started_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$3" = "n[3-4]" ] && printf "n3\\nn4\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "20007"}
+    environ = slurm | {"SLURM_STEP_NODELIST": "n[3-4]"}
+    adopt_srun(environ)
+    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n3", "MASTER_PORT": "20007"}
+    assert expected.items() <= environ.items()
+    for alone in ({"SLURM_STEP_NUM_TASKS": "1"}, slurm | {"RANK": "0"}, {}):
+        before = dict(alone)
+        adopt_srun(alone)
+        assert alone == before  # a single task, or ranks of a torchrun that srun started

@@ -1,0 +1,153 @@
+"""Killed, told to stop, out of time: a run continues to the bit, and its checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+import random
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3_train.exits import REQUEUE, Unfinished
+from eagle3_train.train import checkpoint, train
+from eagle3_train.train.checkpoint import Saver
+from eagle3_train.train.distributed import World
+from tests.train.conftest import NewOutputs
+from tests.train.ranks import run_ranks, train_and_die, train_tiny, train_with_signal
+from tests.train.results import losses, newest, rows, same
+from tests.train.tiny_store import tiny_config
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [("single", 1), ("ddp", 2), ("fsdp2", 2), pytest.param("deepspeed", 2, marks=needs_deepspeed)],
+)
+def test_killed_at_any_step_a_run_continues_to_the_bit(engine: str, ranks: int, outputs: NewOutputs) -> None:
+    whole, cut = outputs("whole"), outputs("cut")
+    keys = {"engine": engine, "train__checkpoint_every": 2}
+    run_ranks(ranks, train_tiny, whole / "log", whole, keys)
+    steps = random.randrange(4, 15)  # of 16; one checkpoint is whole by then
+    run_ranks(ranks, train_and_die, cut / "log", cut, keys, steps, code=-signal.SIGKILL)
+    done = newest(cut).step
+    run_ranks(ranks, train_tiny, cut / "log", cut, keys)
+    assert f"continuing at step {done}" in (cut / "log.0").read_text()
+    assert same(newest(whole).weights(), newest(cut).weights())
+    assert losses(cut) == losses(whole)
+    steps_logged = [row["step"] for row in rows(cut) if "loss" in row]
+    assert steps_logged == list(range(1, len(steps_logged) + 1))
+
+
+@pytest.mark.distributed
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(outputs: NewOutputs) -> None:
+    whole, cut = outputs("whole"), outputs("cut")
+    keys = {"engine": "ddp"}
+    run_ranks(2, train_tiny, whole / "log", whole, keys)
+    logs = run_ranks(2, train_with_signal, cut / "log", cut, keys, 4, signal.SIGUSR2, 1, code=REQUEUE)
+    assert newest(cut).step == 5  # no multiple of checkpoint_every
+    assert "stopped by a signal to another rank after step 5 of 16" in logs[0]
+    assert "the same command continues" in logs[0].replace("\n", " ")
+    run_ranks(2, train_tiny, cut / "log", cut, keys)
+    assert same(newest(whole).weights(), newest(cut).weights())
+
+
+def test_the_time_limit_saves_and_asks_to_be_continued(outputs: NewOutputs) -> None:
+    folder = outputs("limited")
+    for step in (1, 2):
+        with pytest.raises(Unfinished) as end:
+            train(tiny_config(folder, train__max_hours=1e-9))
+        assert end.value.code == REQUEUE
+        assert newest(folder).step == step
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL  # handlers are given back
+
+
+def test_a_second_signal_ends_at_once(outputs: NewOutputs) -> None:
+    from eagle3_train.train.stopping import Stop
+
+    with Stop(None) as stop:
+        assert stop.reason(World()) is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason(World()) == "SIGTERM"
+        with pytest.raises(Unfinished):
+            signal.raise_signal(signal.SIGTERM)
+
+
+class OneWeight:
+    """An engine as far as a saver knows it."""
+
+    world = World()
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.tensor([value])
+
+    def weights(self) -> dict[str, Any]:
+        return {"w": self.value}
+
+    def state(self) -> dict[str, Any]:
+        return {"w": {"exp_avg": self.value, "step": torch.tensor(1.0)}}
+
+    def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
+        self.value = weights["w"] + state["w"]["exp_avg"]
+
+
+def save(saver: Saver, step: int, tau: float | None = None) -> OneWeight:
+    engine = OneWeight(float(step))
+    saver.save(engine, {"step": step, "tau": tau})  # type: ignore[arg-type]
+    engine.value += 1000  # what the next step makes of it is none of the checkpoint's business
+    return engine
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        for step, tau in ((1, 1.2), (2, 1.5), (3, None), (4, 1.4), (5, None)):
+            save(saver, step, tau)
+    assert names(tmp_path) == ["best", "step-00000002", "step-00000004", "step-00000005"]
+    assert (tmp_path / "best").resolve().name == "step-00000002"
+    assert checkpoint.best(tmp_path).step == 2
+    assert checkpoint.newest(tmp_path).step == 5
+    engine = OneWeight(0.0)
+    assert checkpoint.newest(tmp_path).load_into(engine)  # type: ignore[arg-type]
+    assert engine.value == 10
+    with Saver(tmp_path, World(), keep_last=1, keep_best=False) as saver:
+        save(saver, 6, 1.0)
+    assert names(tmp_path) == ["step-00000006"]
+
+
+def test_what_a_killed_writer_left_is_swept_and_never_seen(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000007.tmp" / "optimizer").mkdir(parents=True)
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        assert checkpoint.newest(tmp_path) is None
+        assert names(tmp_path) == []
+        save(saver, 3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_a_failed_write_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    saver = Saver(tmp_path, World(), keep_last=2, keep_best=True)
+    save(saver, 1)
+    with pytest.raises(OSError, match="no space left"):
+        saver.wait()
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        save(saver, 1)
+    found = checkpoint.newest(tmp_path)
+    shard = next((found.path / "optimizer").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:20])
+    with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):
+        found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
