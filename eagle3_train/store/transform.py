@@ -99,8 +99,7 @@ def _write(out: str | Path, spec: StoreSpec, origins: list[tuple[Store, int]], p
                 writer.add(sequence)
                 progress(sequence.n_tokens)
     source, target = origins[0][0].folder.child("target"), Folder(out).child("target")
-    for name in sorted(
-        source.sizes(), key=lambda name: name == CONFIG
-    ):  # the configuration last: it says that all is there
+    whole = [name for name in source.sizes() if not name.startswith(".")]
+    for name in sorted(whole, key=lambda name: name == CONFIG):  # the configuration last: it says that all is there
         target.write(name, source.read(name))
     return finalize(out, spec)
