@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from eagle3_train.exits import REQUEUE
 from eagle3_train.train import train
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import ENGINES
-from eagle3_train.train.engines.deepspeed import deepspeed_config
+from eagle3_train.train.engines.deepspeed import DeepSpeed, deepspeed_config
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import run_ranks, train_tiny, train_with_signal
 from tests.train.results import losses, newest, record, rows
@@ -133,3 +135,26 @@ def test_deepspeed_is_given_its_own_values_and_ours() -> None:
             deepspeed_config(EngineConfig(deepspeed=cfg.deepspeed | {key: 1}), OptimConfig(), torch.float32)
     with pytest.raises(ValueError, match="stage=0: 1, 2 or 3"):
         deepspeed_config(EngineConfig(deepspeed={"zero_optimization": {"stage": 0}}), OptimConfig(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "master", "offload", "said"),
+    [
+        (2, 2, torch.zeros(6), "none", "asked for ZeRO stage 1 on 2 processes and got stage 2 on 2"),
+        (1, 1, torch.zeros(6), "none", "got stage 1 on 1"),
+        (1, 2, torch.zeros(12), "none", "holds 12 of 12 master weights"),
+        (1, 2, torch.zeros(6, dtype=torch.bfloat16), "none", "not what zero_optimization="),
+        (1, 2, torch.zeros(6, device="meta"), "cpu", "6 of 12 master weights on meta"),
+        (1, 2, torch.zeros(6), "cpu", None),
+    ],
+)
+def test_deepspeed_that_did_something_else_stops(
+    stage: int, ranks: int, master: torch.Tensor, offload: str, said: str | None
+) -> None:
+    engine = DeepSpeed.__new__(DeepSpeed)
+    engine.world, engine.head = World(0, 2), torch.nn.Linear(4, 3, bias=False)
+    engine.engine = SimpleNamespace(dp_world_size=ranks, zero_optimization_stage=lambda: stage)
+    engine.zero = SimpleNamespace(single_partition_of_fp32_groups=[master])
+    config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": offload}}}
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        engine._check(config)
