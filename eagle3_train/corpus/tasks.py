@@ -118,7 +118,5 @@ def _prompts_of(record: dict[str, Any], number: int) -> Iterator[list[Message]]:
     turns = record.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(
-            f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt` or `messages`"
-        )
+        raise ValueError(f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt` or `messages`")
     yield _asked(prompt)
