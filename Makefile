@@ -36,7 +36,7 @@ $(VENV)/.ready: pyproject.toml
 # transformers then fails to import; vLLM runs without them.
 $(VENV)/.vllm: $(VENV)/.ready
 	if [ -n "$(VLLM)" ]; then \
-		$(BIN)/python -m pip install --quiet "$(VLLM)" "$(TORCH)" "$(TRANSFORMERS)" && \
+		$(BIN)/python -m pip install --quiet --no-compile "$(VLLM)" "$(TORCH)" "$(TRANSFORMERS)" && \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	fi
 	touch $@

@@ -109,7 +109,7 @@ class RegenerateConfig:
 
     conversations: int | None = None  # the first ones in the global order, held-out ones included; null: all
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # of the sampling: the likeliest tokens of so much probability; 1: all
     seed: int = 0  # of the sampling; every turn of every conversation has its own random numbers
     max_new_tokens: int | None = None  # a turn; null: up to corpus.max_length
     batch: int = 32  # conversations at a time; what a kill loses at most
@@ -253,7 +253,7 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
-    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix such as
+    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix of them:
     # 0.9*soft_ce+0.1*tv
     objective: str = "soft_ce"
     step_weight: float = 0.8  # w: step i counts w^i
@@ -339,7 +339,7 @@ class ServeConfig:
     prompts: int = 32  # of each task, the first ones
     steps: int | None = None  # drafts of a chain; null: draft.steps
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # requests at any time
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # of the requests; 0: greedy
     head: str | None = None  # an exported head; null: the point's, exported as `eagle3 export` does
     dtype: str = "auto"  # of target and head in vLLM: fp32 | bf16 | fp16; auto: the target's own
     url: str | None = None  # a server that runs already, with the head, in place of our own vLLM: http://HOST:PORT
@@ -789,6 +789,9 @@ def check(cfg: Config) -> None:
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    for option in ("recompute", "compile"):
+        if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
+            raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
     if cfg.train.regime == "none" and cfg.draft.init_from is None:
         raise ValueError("train.regime=none is for a head that is trained already: name it with draft.init_from=FOLDER")
     if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":

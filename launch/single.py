@@ -7,6 +7,7 @@ import shlex
 from eagle3_train.cli import Failed
 from eagle3_train.config import Config
 from eagle3_train.console import say
+from eagle3_train.exits import Unfinished
 from launch import slurm
 from launch.command import command
 from launch.jobs import Job
@@ -27,6 +28,8 @@ def launch(step: str, cfg: Config) -> int:
     if cfg.dry_run:
         return 0
     outcome = run(job)
+    if outcome.state == "preempted":
+        raise Unfinished(f"{job.name}: {outcome.reason}")
     if outcome.state != "done":
         raise Failed(outcome.text(job.name))
     return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from eagle3_train.console import say
+from eagle3_train.exits import REQUEUE
 from eagle3_train.files import read_json, write_json
 
 SUPERVISED = "EAGLE3_SUPERVISED"  # in the child's environment: end when standard input closes
@@ -30,7 +31,7 @@ TAIL_LINES = 15
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended. `state`: done | failed | busy (another process has it), or why it was stopped: lost (another
-    process took it over) | cancelled | preempted."""
+    process took it over) | cancelled | preempted (also by itself: a signal to a rank, its own time limit)."""
 
     state: str
     seconds: float = 0.0
@@ -90,6 +91,10 @@ def supervise(
     if child.returncode == 0:
         note_end(folder, "done", "")
         return Outcome("done", seconds)
+    if child.returncode == REQUEUE:
+        reason = "stopped before its end; run again, it continues"
+        note_end(folder, "stopped", reason)
+        return Outcome("preempted", seconds, reason)
     reason = _reason(child.returncode)
     note_end(folder, "failed", reason)
     return Outcome("failed", seconds, reason, tail(folder / "log.txt"))

@@ -129,19 +129,27 @@ def optimizer_steps(cfg: Config, data: Data) -> int:
 
 
 def training_bytes(cfg: Config, shape: Shape) -> dict[str, float]:
-    """Memory of one process while it trains, by what takes it. Activations are an estimate: what the backward pass
+    """Tensors of one process while it trains, by what they are. Activations are an estimate: what the backward pass
     needs of each token and step of a forward pass, in the compute dtype."""
     processes = cfg.launch.nodes * cfg.launch.nproc_per_node
-    shards = {"fsdp2": processes, "hsdp": cfg.engine.shard_size or 1}.get(cfg.engine.kind, 1)
     tokens = cfg.train.micro_batch_tokens or cfg.train.batch_tokens / processes
     width = 4 if cfg.train.compute_dtype == "fp32" else 2
     per_step = 8 * shape.hidden + 2 * (shape.queries + shape.keys) + 4 * shape.intermediate
     inputs = (n_inputs(cfg) + 1) * shape.hidden + cfg.draft.vocab_size  # states of the target, and its distribution
     return {
-        "weights, gradients and optimizer state": 16 * head_cost(cfg.draft, shape, n_inputs(cfg)).parameters / shards,
+        "weights, gradients and optimizer state": head_cost(cfg.draft, shape, n_inputs(cfg)).parameters
+        * _bytes_of_a_parameter(cfg, processes),
         "the target's embeddings and head": 4.0 * (shape.vocab + cfg.draft.vocab_size) * shape.hidden,
         "activations": float(width * tokens * (inputs + cfg.draft.steps * per_step)),
     }
+
+
+def _bytes_of_a_parameter(cfg: Config, processes: int) -> float:
+    """On one process: weight, gradient and AdamW's two moments in fp32, as far as its engine does not shard them."""
+    if cfg.engine.kind == "deepspeed":  # which keeps masters besides the weights
+        stage = cfg.engine.deepspeed.get("zero_optimization", {}).get("stage", 0)
+        return 4 / (processes if stage == 3 else 1) + 4 / (processes if stage >= 2 else 1) + 12 / processes
+    return 16 / {"fsdp2": processes, "hsdp": cfg.engine.shard_size or 1}.get(cfg.engine.kind, 1)
 
 
 def n_inputs(cfg: Config) -> int:

@@ -79,7 +79,7 @@ def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
     return "\n".join(
         [
             *lines,
-            f"  memory: about {size(sum(memory.values()))} a process ({parts}); checkpoints "
+            f"  memory: about {size(sum(memory.values()))} of tensors a process ({parts}); checkpoints "
             f"{size(cost.checkpoint_bytes([cfg], shape))}",
             f"  compute: {about}{flops:.2g} FLOPs{_hours(cfg, siblings, flops)}",
         ]

@@ -119,7 +119,10 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
         (["study", "drft=a,b"], "did you mean draft?"),
         (["train", "draf=eagle3"], "did you mean draft"),
         (["train", "data.scale=many"], "'many' of type 'str' could not be converted to Float"),
-        (["train", "draft=eagle9"], "draft=eagle9: there is none: did you mean eagle3?\navailable for draft: "),
+        (
+            ["train", "draft=eagle9"],
+            "draft=eagle9: there is none: did you mean eagle3 or eagle1?\navailable for draft: ",
+        ),
         (["study", "study=quikstart"], "did you mean quickstart?"),
         (["study", "study.axes=3"], "the axes are a mapping"),
         (["study", "study.axes={seed: []}"], "axis seed has no values"),

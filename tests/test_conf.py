@@ -94,6 +94,7 @@ def test_options_of_one_head_rename_no_point_of_another() -> None:
         (["draft=eagle1", "draft.eagle1.feature_weight=0", "draft.eagle1.ce_weight=0"], "nothing would be trained"),
         (["draft=block", "draft.steps=1"], "at least 2"),
         (["draft=medusa", "draft.medusa.layers=0"], r"draft\.medusa\.layers"),
+        (["draft=lm", "draft.recompute=true"], r"draft\.recompute is of EAGLE-3"),
     ],
 )
 def test_heads_that_cannot_be_are_refused(overrides: list[str], words: str) -> None:

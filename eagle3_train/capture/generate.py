@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: greedy. Filters act on the tempered distribution: the `top_k` most likely tokens (0: all), of them
+    """temperature 0: greedy. Filters act on the tempered distribution: the `top_k` likeliest tokens (0: all), of these
     the smallest set that holds `top_p` of their probability."""
 
     temperature: float = 0.0

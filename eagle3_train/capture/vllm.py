@@ -88,9 +88,8 @@ def own_devices(device: torch.device, tensor_parallel: int) -> torch.device:
     mine = there.split(",")[first : first + tensor_parallel]
     if len(mine) < tensor_parallel:
         raise ValueError(
-            f"capture.tensor_parallel={tensor_parallel} for worker {device.index or 0} of this machine needs GPUs "
-            f"{first} to {first + tensor_parallel - 1}, and it has {len(there.split(','))}: start fewer processes, or "
-            "lower it"
+            f"worker {device.index or 0} of this machine, with capture.tensor_parallel={tensor_parallel}, needs GPUs "
+            f"{first} to {first + tensor_parallel - 1}, and {len(there.split(','))} are there: start fewer processes"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     return torch.device("cuda", first)
@@ -151,7 +150,7 @@ class VllmBackend:
         self.next_token = NextToken(ends, spec.logsumexp)
         self.next_token.head.to(device)
         self.longest = max(int(job.lengths.max()) for job in jobs)
-        self.device, self._keys = device, count()
+        self.cfg, self.device, self._keys = cfg, device, count()
         self._receiver = Receiver(len(spec.layer_ids), spec.hidden_size, dtype)
         layers = {"eagle_aux_hidden_state_layer_ids": list(spec.layer_ids)}
         self.llm = open_engine(

@@ -49,8 +49,11 @@ class StepLoss(Protocol):
     def steps(
         self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
     ) -> Tensor:
-        """The sum of all steps' losses under one `lm_head`, their rows end to end: one gradient of it in memory."""
-        ...
+        """The sum of all steps' losses under one `lm_head`, their rows end to end; the training objective does it with
+        one gradient of `lm_head` in memory."""
+        parts = zip(hidden.split(rows_by_step), target_rows.split(rows_by_step), strict=True)
+        losses = [self(step, h, lm_head, targets, rows) for step, (h, rows) in enumerate(parts)]
+        return torch.stack(losses).sum()
 
 
 @dataclass

@@ -15,24 +15,7 @@ from torch import Tensor, nn
 from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import DraftState
 from eagle3_train.drafts.batch import DraftBatch, StepRows
-from eagle3_train.drafts.layer import MLP, Dims, RMSNorm, Rotary
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, dims: Dims) -> None:
-        super().__init__()
-        self.dims = dims
-        self.q_proj = nn.Linear(dims.hidden, dims.n_heads * dims.head_dim, bias=False)
-        self.k_proj = nn.Linear(dims.hidden, dims.n_kv * dims.head_dim, bias=False)
-        self.v_proj = nn.Linear(dims.hidden, dims.n_kv * dims.head_dim, bias=False)
-        self.o_proj = nn.Linear(dims.n_heads * dims.head_dim, dims.hidden, bias=False)
-
-    def query(self, x: Tensor) -> Tensor:
-        return self.q_proj(x).unflatten(-1, (self.dims.n_heads, self.dims.head_dim))
-
-    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (self.dims.n_kv, self.dims.head_dim)
-        return self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
+from eagle3_train.drafts.layer import MLP, Attention, Dims, RMSNorm, Rotary
 
 
 class DecoderLayer(nn.Module):
@@ -44,7 +27,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, dims: Dims, input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(dims.hidden, dims.eps) if input_norm else nn.Identity()
-        self.self_attn = SelfAttention(dims)
+        self.self_attn = Attention(dims, dims.hidden)
         self.post_attention_layernorm = RMSNorm(dims.hidden, dims.eps)
         self.mlp = MLP(dims)
 

@@ -31,7 +31,7 @@ class StepwiseHead(Protocol):
 
 
 @dataclass
-class _Steps:
+class _Steps(StepLoss):
     """An objective that keeps what each step shows: normed hidden rows [R, H], head, each's step-0 row [R]."""
 
     rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -41,13 +41,6 @@ class _Steps:
 
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
         self.rows.append((hidden, lm_head, target_rows - step))
-        return hidden.new_zeros(())
-
-    def steps(
-        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
-    ) -> Tensor:
-        for step, (h, rows) in enumerate(zip(hidden.split(rows_by_step), target_rows.split(rows_by_step), strict=True)):
-            self(step, h, lm_head, targets, rows)
         return hidden.new_zeros(())
 
     def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:

@@ -20,15 +20,11 @@ def adopt_srun(environ: MutableMapping[str, str]) -> None:
         return
     nodes = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
     head = subprocess.run(nodes, check=True, capture_output=True, text=True).stdout.split()[0]
-    names = {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "MASTER_ADDR": environ.get("MASTER_ADDR", head),
-        # One that other jobs on that node are unlikely to use.
-        "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
-    }
-    environ.update(names)
+    for name, of_slurm in (("RANK", "PROCID"), ("WORLD_SIZE", "STEP_NUM_TASKS"), ("LOCAL_RANK", "LOCALID")):
+        environ[name] = environ[f"SLURM_{of_slurm}"]
+    environ.setdefault("MASTER_ADDR", head)
+    # A port that other jobs on that node are unlikely to use.
+    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.utils._pytree import tree_map_only
 
 from eagle3_train.files import read_json, write_json
@@ -65,11 +66,11 @@ class Checkpoint:
     def load_into(self, engine: Engine) -> bool:
         """Weights, optimizer state and random generators; False: these are of another number of ranks, and not set. A
         collective."""
+        state = engine.state()  # of the right shapes and shards, to be overwritten
         with self._named():
-            state = engine.state()  # of the right shapes and shards, to be overwritten
             dcp.load(state, checkpoint_id=self.path / "optimizer")
             generators = torch.load(self.path / "rng.pt", weights_only=True)
-            engine.load(self.weights(), state)
+        engine.load(self.weights(), state)
         if len(generators) != engine.world.size:
             return False
         set_random_state(generators[engine.world.rank])
@@ -80,9 +81,10 @@ class Checkpoint:
         """Whatever a damaged file makes its reader raise, as an error that names the checkpoint and the way out."""
         try:
             yield
-        except Exception as e:
+        except (Exception, CheckpointException) as e:  # the latter is none of the former
+            reason = str(e).strip().splitlines()[-1] if str(e).strip() else ""
             raise ValueError(
-                f"checkpoint {self.path} is damaged ({type(e).__name__}: {e}): delete that folder, and train.json "
+                f"checkpoint {self.path} is damaged ({type(e).__name__}: {reason}): delete that folder, and train.json "
                 "beside checkpoints/ if it is there; training continues from the checkpoint before it"
             ) from e
 
@@ -120,7 +122,7 @@ class Saver:
         # Of its own: collectives of the thread must not meet those of the loop.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         if world.is_main:  # the point's lock is ours, so what is half-written was left by a writer that was killed
             for stale in folder.glob(".step-*.tmp"):
                 shutil.rmtree(stale)
@@ -135,7 +137,9 @@ class Saver:
         def write() -> None:
             try:
                 self._write(weights, optimizer, generators, state)
-            except BaseException as e:
+            except CheckpointException as e:  # of any rank; no Exception by its class
+                self._error = OSError(f"the checkpoint of step {state['step']} could not be written: {e}")
+            except Exception as e:
                 self._error = e
 
         if self.world.is_main:

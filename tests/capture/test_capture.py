@@ -14,7 +14,8 @@ from eagle3_train import config
 from eagle3_train.capture import capture, hf, run
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
-from eagle3_train.store import Store, read_target_part, shard_name
+from eagle3_train.store import Store, inside, read_target_part, shard_name
+from eagle3_train.store.folder import Folder
 from eagle3_train.target import load_target, load_tokenizer
 
 
@@ -223,6 +224,17 @@ def test_a_target_that_does_not_fit_is_spread_to_the_disk_and_changes_no_state(
         for a, b in zip(one.read(range(len(one))), other.read(range(len(other))), strict=True):
             assert torch.equal(a.hidden, b.hidden)
             assert a.target_argmax.tolist() == b.target_argmax.tolist()
+
+
+def test_into_an_object_store_go_the_same_bytes(cfg: Config, folder: Path, tiny_target: Path, uri: str) -> None:
+    capture(cfg)
+    remote = study(folder, tiny_target, "study.name=remote", f"paths.corpus={cfg.paths.corpus}", f"paths.store='{uri}'")
+    capture(remote)
+    capture(remote)  # nothing is left to do
+    for part in ("validation", "transcripts/held", "target"):
+        here, there = Folder(inside(cfg.paths.store, part)), Folder(inside(uri, part))
+        assert {name: there.read(name) for name in there.sizes()} == {name: here.read(name) for name in here.sizes()}
+    assert Store.open(uri).fingerprint == Store.open(cfg.paths.store).fingerprint
 
 
 def test_fp8_states_are_scaled_by_the_writer_and_near_the_others(cfg: Config, folder: Path, tiny_target: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle3_train.config import HEADS as KINDS
 from eagle3_train.decode.loop import ancestors
-from eagle3_train.drafts import HEADS, DraftBatch, supervised_counts
+from eagle3_train.drafts import HEADS, DraftBatch, StepLoss, supervised_counts
 from eagle3_train.train.losses import Objective
 from tests.drafts.tiny import H, tiny_batch, tiny_draft, tiny_sequence, tiny_sequences
 
@@ -23,7 +23,7 @@ def test_every_kind_of_the_configuration_is_built() -> None:
     assert set(HEADS) == KINDS
 
 
-class Shown:
+class Shown(StepLoss):
     """An objective that keeps the logits of each step's rows."""
 
     def __init__(self) -> None:
@@ -34,6 +34,12 @@ class Shown:
 
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
         self.logits.append(hidden @ lm_head.T)
+        return hidden.new_zeros(())
+
+    def steps(
+        self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
+    ) -> Tensor:
+        self.logits += (hidden @ lm_head.T).split(rows_by_step)
         return hidden.new_zeros(())
 
     def regress(self, step: int, hidden: Tensor, features: Tensor) -> Tensor:

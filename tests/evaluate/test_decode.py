@@ -99,6 +99,8 @@ def test_measure_completes_the_result(point: Config) -> None:
     assert (result["schema"], result["draft"], result["val_loss"]) == (1, "eagle3", 2.5)
     assert set(result["wall_seconds"]) == {"train", "replay", "decode"}
     assert result["eval_identity"] == digest(point.eval_identity)
+    assert result["decode_identity"] == digest(point.decode_identity)
+    assert result["transcripts"] == {"tiny": Store.open(f"{point.paths.store}/transcripts/tiny").fingerprint}
     assert len(result["alpha"]) == 3
     assert (result["tau_replay"]["tiny"]["prompts"], result["tau_decode"]["tiny"]["prompts"]) == (8, 2)
     records = read_records(point.point_dir / "records.jsonl")
@@ -144,7 +146,7 @@ def test_measure_without_the_target_replays_alone(point: Config) -> None:
     write_json(point.point_dir / "train.json", trained(point))
     result = measure(point, trained_head(), None)
     assert "tau_replay" in result
-    assert not {"tau_decode", "speedup", "decode_setup"} & set(result)
+    assert not {"tau_decode", "speedup", "decode_setup", "decode_identity"} & set(result)
 
 
 def test_measure_of_an_untrained_point_is_refused_before_any_work(point: Config) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, build
+from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, StepLoss, build
 from eagle3_train.store import Sequence, ShardWriter, StoreSpec, finalize
 from tests.heads import LAYER_IDS, VOCAB, tiny_target
 
@@ -96,7 +96,7 @@ def tiny_part() -> TinyPart:
     )
 
 
-class _HardLoss:
+class _HardLoss(StepLoss):
     """Cross-entropy against the target's distribution, summed: enough to fit a few transcripts."""
 
     def select(self, kept: Tensor) -> None:

@@ -154,6 +154,12 @@ def start_family(tmp_path: Path, handler: str) -> tuple[subprocess.Popen[bytes],
     return supervisor, [int(pid) for pid in wait_for(tmp_path / "pids").split()]
 
 
+def test_a_step_that_asks_to_be_continued_has_not_failed(tmp_path: Path) -> None:
+    outcome = supervise(script("raise SystemExit(143)"), tmp_path, "x1")
+    assert outcome.state == "preempted"  # so a worker on a cluster requeues it
+    assert status(tmp_path)["state"] == "stopped"
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupting_ends_all_children(tmp_path: Path, number: signal.Signals, code: int) -> None:
     supervisor, pids = start_family(tmp_path, "lambda *a: sys.exit(3)")

@@ -10,6 +10,7 @@ from tests.sweeps.conftest import Bench
 
 def test_two_nodes_run_one_step_together(bench: Bench) -> None:
     """Two processes on this machine stand for two nodes that share a folder; each gives the same command."""
+    bench.run("prepare")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -25,6 +26,7 @@ def test_two_nodes_run_one_step_together(bench: Bench) -> None:
 
 
 def test_several_processes_on_this_machine(bench: Bench) -> None:
+    bench.run("prepare")
     out = bench.run("capture", "launch.nproc_per_node=2")
     assert "eagle3_train.elastic --standalone --nproc-per-node 2" in out
     assert sorted(bench.calls("capture")) == ["capture 0/2", "capture 1/2"]

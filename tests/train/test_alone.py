@@ -62,6 +62,8 @@ def test_memory_of_shards(outputs: NewOutputs) -> None:
     sharded = cost.training_bytes(tiny_config(folder, **keys), shape)
     first = "weights, gradients and optimizer state"
     assert sharded[first] == whole[first] / 4
+    zero = cost.training_bytes(tiny_config(folder, **keys | {"engine": "deepspeed"}), shape)  # stage 2
+    assert zero[first] == whole[first] / 16 * (4 + 4 / 4 + 12 / 4)
     assert sharded["activations"] == whole["activations"] / 4  # a rank's share of the batch
     half = cost.training_bytes(tiny_config(folder, train__micro_batch_tokens=50), shape)
     assert half["activations"] == whole["activations"] / 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from eagle3_train.exits import REQUEUE
 from eagle3_train.train import train
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import ENGINES
-from eagle3_train.train.engines.deepspeed import deepspeed_config
+from eagle3_train.train.engines.deepspeed import DeepSpeed, deepspeed_config
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import run_ranks, train_tiny, train_with_signal
 from tests.train.results import losses, newest, record, rows
@@ -53,10 +55,8 @@ def single(study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param({"engine": "hsdp", "engine__shard_size": 2}, 4, id="hsdp"),
         pytest.param({"engine": "accelerate"}, 2, id="accelerate"),
         pytest.param(zero(1), 2, id="zero1", marks=needs_deepspeed),
-        pytest.param(zero(2), 2, id="zero2", marks=needs_deepspeed),
-        pytest.param(zero(3), 2, id="zero3", marks=needs_deepspeed),
         pytest.param(zero(2, "cpu"), 2, id="zero2-offload", marks=needs_deepspeed),
-        pytest.param(zero(3, "cpu"), 2, id="zero3-offload", marks=needs_deepspeed),
+        pytest.param(zero(3), 2, id="zero3", marks=needs_deepspeed),
     ],
 )
 def test_engines_give_the_single_process_curve(
@@ -72,17 +72,17 @@ def test_engines_give_the_single_process_curve(
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
 
 
-@needs_deepspeed
 def test_a_checkpoint_moves_between_engines_and_world_sizes(single: Path, outputs: NewOutputs) -> None:
-    """Four engines take turns on one run; every one continues the same batches and the same curve."""
+    """Several engines take turns on one run; every one continues the same batches and the same curve."""
     folder = outputs("moved")
-    turns = [({"engine": "fsdp2"}, 2, 3), (zero(3), 2, 3), (zero(1), 2, 3), ({"engine": "ddp"}, 2, 3)]
-    for keys, ranks, steps in turns:
-        args = (folder, keys, steps - 1, signal.SIGTERM)
-        run_ranks(ranks, train_with_signal, folder / "log", *args, code=REQUEUE)
-    assert newest(folder).step == 12
+    turns = [{"engine": "fsdp2"}, *([zero(3), zero(1)] if find_spec("deepspeed") else []), {"engine": "ddp"}]
+    for keys in turns:  # three steps each, on two ranks
+        run_ranks(2, train_with_signal, folder / "log", folder, keys, 2, signal.SIGTERM, code=REQUEUE)
+    assert newest(folder).step == 3 * len(turns)
     train(tiny_config(folder))
     np.testing.assert_allclose(losses(folder), losses(single), **CURVE)
+    tokens = [[row["tokens"] for row in rows(f) if "loss" in row] for f in (single, folder)]
+    assert tokens[0] == tokens[1]
     weights = newest(folder).weights()
     for name, value in newest(single).weights().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
@@ -135,3 +135,26 @@ def test_deepspeed_is_given_its_own_values_and_ours() -> None:
             deepspeed_config(EngineConfig(deepspeed=cfg.deepspeed | {key: 1}), OptimConfig(), torch.float32)
     with pytest.raises(ValueError, match="stage=0: 1, 2 or 3"):
         deepspeed_config(EngineConfig(deepspeed={"zero_optimization": {"stage": 0}}), OptimConfig(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "master", "offload", "said"),
+    [
+        (2, 2, torch.zeros(6), "none", "asked for ZeRO stage 1 on 2 processes and got stage 2 on 2"),
+        (1, 1, torch.zeros(6), "none", "got stage 1 on 1"),
+        (1, 2, torch.zeros(12), "none", "holds 12 of 12 master weights"),
+        (1, 2, torch.zeros(6, dtype=torch.bfloat16), "none", "not what zero_optimization="),
+        (1, 2, torch.zeros(6, device="meta"), "cpu", "6 of 12 master weights on meta"),
+        (1, 2, torch.zeros(6), "cpu", None),
+    ],
+)
+def test_deepspeed_that_did_something_else_stops(
+    stage: int, ranks: int, master: torch.Tensor, offload: str, said: str | None
+) -> None:
+    engine = DeepSpeed.__new__(DeepSpeed)
+    engine.world, engine.head = World(0, 2), torch.nn.Linear(4, 3, bias=False)
+    engine.engine = SimpleNamespace(dp_world_size=ranks, zero_optimization_stage=lambda: stage)
+    engine.zero = SimpleNamespace(single_partition_of_fp32_groups=[master])
+    config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": offload}}}
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        engine._check(config)

@@ -15,7 +15,7 @@ from eagle3_train.exits import REQUEUE
 from eagle3_train.train.__main__ import adopt_srun
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import free_port
-from tests.train.results import newest, record
+from tests.train.results import record
 from tests.train.tiny_store import overrides
 
 pytestmark = pytest.mark.distributed
@@ -68,12 +68,12 @@ def test_deepspeed_launcher(outputs: NewOutputs) -> None:
     assert record(folder)["steps"] == 6
 
 
-def test_a_run_under_torchrun_that_is_out_of_time_asks_to_be_requeued(outputs: NewOutputs) -> None:
-    folder = outputs("limited")
-    ranks = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", *STEP)
-    out = finish(start(*ranks, *overrides(folder, train__max_hours=1e-9)), REQUEUE)
-    assert "stopped by train.max_hours after step 1 of 16, which is saved" in out
-    assert newest(folder).step == 1
+@pytest.mark.parametrize(("code", "expected"), [(REQUEUE, REQUEUE), (3, 1)])
+def test_torchrun_hands_on_that_ranks_ask_to_be_continued(code: int, expected: int, tmp_path: Path) -> None:
+    """Rank 0 ends so; torchrun ends the others."""
+    script = tmp_path / "ranks.py"
+    script.write_text(f"import os, sys, time\nsys.exit({code}) if os.environ['RANK'] == '0' else time.sleep(100)\n")
+    finish(start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)), expected)
 
 
 # Python imports a module of this name at its start: one rank dies as its third step begins.

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from eagle3_train.train.checkpoint import Saver
 from eagle3_train.train.distributed import World
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import run_ranks, train_and_die, train_tiny, train_with_signal
-from tests.train.results import losses, newest, point, rows, same
+from tests.train.results import losses, newest, rows, same
 from tests.train.tiny_store import tiny_config
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -33,11 +32,9 @@ def test_killed_at_any_step_a_run_continues_to_the_bit(engine: str, ranks: int, 
     whole, cut = outputs("whole"), outputs("cut")
     keys = {"engine": engine, "train__checkpoint_every": 2}
     run_ranks(ranks, train_tiny, whole / "log", whole, keys)
-    done = 0
-    for steps in random.sample(range(4, 7), 2):  # of an attempt; one checkpoint is whole by then
-        run_ranks(ranks, train_and_die, cut / "log", cut, keys, steps, code=-signal.SIGKILL)
-        done = newest(cut).step
-    assert 0 < done < 16
+    steps = random.randrange(4, 15)  # of 16; one checkpoint is whole by then
+    run_ranks(ranks, train_and_die, cut / "log", cut, keys, steps, code=-signal.SIGKILL)
+    done = newest(cut).step
     run_ranks(ranks, train_tiny, cut / "log", cut, keys)
     assert f"continuing at step {done}" in (cut / "log.0").read_text()
     assert same(newest(whole).weights(), newest(cut).weights())
@@ -47,12 +44,11 @@ def test_killed_at_any_step_a_run_continues_to_the_bit(engine: str, ranks: int, 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: int, outputs: NewOutputs) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(outputs: NewOutputs) -> None:
     whole, cut = outputs("whole"), outputs("cut")
     keys = {"engine": "ddp"}
     run_ranks(2, train_tiny, whole / "log", whole, keys)
-    logs = run_ranks(2, train_with_signal, cut / "log", cut, keys, 4, number, 1, code=REQUEUE)
+    logs = run_ranks(2, train_with_signal, cut / "log", cut, keys, 4, signal.SIGUSR2, 1, code=REQUEUE)
     assert newest(cut).step == 5  # no multiple of checkpoint_every
     assert "stopped by a signal to another rank after step 5 of 16" in logs[0]
     assert "the same command continues" in logs[0].replace("\n", " ")
@@ -155,17 +151,3 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):
         found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
-
-
-@pytest.mark.distributed
-def test_another_number_of_ranks_continues_with_the_same_batches(outputs: NewOutputs) -> None:
-    whole, cut = outputs("whole"), outputs("cut")
-    torch.set_num_threads(1)
-    train(tiny_config(whole))
-    with pytest.raises(Unfinished):
-        train(tiny_config(cut, train__max_hours=1e-9))
-    run_ranks(2, train_tiny, cut / "log", cut, {"engine": "fsdp2"})
-    np.testing.assert_allclose(losses(cut), losses(whole), rtol=2e-5)
-    tokens = [[row["tokens"] for row in rows(f) if "loss" in row] for f in (whole, cut)]
-    assert tokens[0] == tokens[1]
-    assert (point(cut) / "train.json").exists()

@@ -121,7 +121,7 @@ def test_a_damaged_sample_stops_all_ranks_and_is_named(damaged: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("engine", ["single", "fsdp2", "deepspeed"])
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
 def test_a_skipped_update_changes_nothing_and_is_counted(engine: str, damaged: Path, tmp_path: Path) -> None:
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
@@ -129,7 +129,7 @@ def test_a_skipped_update_changes_nothing_and_is_counted(engine: str, damaged: P
     (folder / "tiny").mkdir()
     (folder / "tiny" / "store").symlink_to(damaged / "tiny" / "store")
     keys = {"engine": engine, "train__nonfinite": "skip", "train__keep_last": 30, "train__checkpoint_every": 1}
-    logs = run_ranks(1 if engine == "single" else 2, train_tiny, folder / "log", folder, keys)
+    logs = run_ranks(2, train_tiny, folder / "log", folder, keys)
     assert logs[0].count("update skipped: step") == 3  # once an epoch
     bad = [row["step"] for row in rows(folder) if row.get("loss") == "nan"]
     assert len(bad) == 3

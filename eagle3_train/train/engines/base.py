@@ -91,12 +91,13 @@ class Engine:
     def state(self) -> OptimizerState:
         """Optimizer state on the host, by parameter name, sharded (DTensor) where the engine shards it, perhaps the
         live tensors. All engines name it alike, so it loads under any engine and world size. A collective."""
-        whole: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)
-        return whole["state"]
+        return self._optimizer_part("state")
 
     def load(self, weights: dict[str, Tensor], state: OptimizerState) -> None:
         """Inverse of `weights` (every rank has read them all) and `state` (as this engine shards it). A collective."""
         set_model_state_dict(self.module, dict(weights), options=FULL)
-        whole: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)
-        whole["state"] = state
-        set_optimizer_state_dict(self.module, self.optimizer, whole, options=SHARDED)
+        parts: dict[str, Any] = {"state": state, "param_groups": self._optimizer_part("param_groups")}
+        set_optimizer_state_dict(self.module, self.optimizer, parts, options=SHARDED)
+
+    def _optimizer_part(self, part: str) -> Any:
+        return get_optimizer_state_dict(self.module, self.optimizer, options=SHARDED)[part]

@@ -74,16 +74,18 @@ class DeepSpeed(Engine):
         # On CPUs DeepSpeed would first compile shared-memory collectives: minutes, or for ever where a compiler that
         # was killed has left its lock. gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        optimizer = make_optimizer(optim, head.parameters())
-        self.engine, self._zero, _, _ = deepspeed.initialize(
-            model=head, optimizer=optimizer, config=json.loads(json.dumps(config)), dist_init_required=False
+        self.optimizer = make_optimizer(optim, head.parameters())
+        self.zero: Any  # what wraps the optimizer
+        self.engine, self.zero, _, _ = deepspeed.initialize(
+            model=head, optimizer=self.optimizer, config=json.loads(json.dumps(config)), dist_init_required=False
         )
         self.module = self.engine
-        self.optimizer = optimizer
         self._check(config)
         # A rank's loss is its share of the global sum already; DeepSpeed averages over ranks: take that back.
         self.gradient_factor = float(world.size)
         self._set_steps(0)  # some stages take one with no gradient, to allocate their state
+        if self.engine.zero_optimization_stage() < 3:  # else only after the first step do parameters know their state
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def _check(self, config: dict[str, Any]) -> None:
         """ValueError where DeepSpeed did not do what it was asked for."""
@@ -106,9 +108,8 @@ class DeepSpeed(Engine):
 
     def _masters(self) -> list[Tensor]:
         """This rank's flat pieces of the fp32 weights: what the inner optimizer updates, and where its state hangs."""
-        zero = self._zero
         stage3 = self.engine.zero_optimization_stage() == 3
-        return list(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups)
+        return list(self.zero.fp32_partitioned_groups_flat if stage3 else self.zero.single_partition_of_fp32_groups)
 
     def _set_steps(self, steps: int) -> None:
         """State of AdamW for every piece: as it is, zero where there is none; `steps` taken so far."""
@@ -160,12 +161,11 @@ class DeepSpeed(Engine):
 
     def _publish(self) -> None:
         """Copy the masters into the weights that the forward pass reads."""
-        zero = self._zero
         if self.engine.zero_optimization_stage() == 3:
-            for group, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
-                group.data.copy_(master.data)
+            for read, master in zip(self.zero.fp16_partitioned_groups_flat, self._masters(), strict=True):
+                read.data.copy_(master.data)
         else:
-            zero.update_lp_params()
+            self.zero.update_lp_params()
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
