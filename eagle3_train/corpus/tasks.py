@@ -15,7 +15,7 @@ from eagle3_train.config import TaskConfig
 from eagle3_train.files import find_package_file
 
 from .filters import Filters
-from .messages import Message, Unusable
+from .messages import Message, Unusable, clean, turns_of
 from .order import order_key
 from .pool import Pool
 from .rows import Row
@@ -28,7 +28,8 @@ HUMANEVAL_PROMPT = "Complete the following Python function. Answer with the whol
 
 
 def task_prompts(task: TaskConfig, seed: int, pool: Pool, taken: set[str]) -> Iterator[tuple[str, list[Message]]]:
-    """(sample_id, messages up to the first user turn) in the global order, so that a prefix is a random sample.
+    """(sample_id, messages up to the user turn that is answered) in the global order, so that a prefix is a random
+    sample.
 
     Tokenised rows have no turns to tell apart, so none of them is a prompt.
 
@@ -42,7 +43,7 @@ def task_prompts(task: TaskConfig, seed: int, pool: Pool, taken: set[str]) -> It
         return
     prompts = dict(_humaneval() if task.source == "humaneval" else _file_prompts(task))
     for sample_id in sorted(prompts, key=lambda i: order_key(seed, i)):
-        yield sample_id, [{"role": "user", "content": prompts[sample_id]}]
+        yield sample_id, prompts[sample_id]
 
 
 def prompt_rows(
@@ -73,13 +74,17 @@ def prompt_rows(
         yield Row(sample_id, task.name, ids, np.zeros(len(ids), np.uint8))
 
 
-def _humaneval() -> Iterator[tuple[str, str]]:
+def _humaneval() -> Iterator[tuple[str, list[Message]]]:
     with gzip.open(find_package_file(HUMANEVAL), "rt", encoding="utf-8") as lines:
         for record in map(json.loads, lines):
-            yield record["task_id"], HUMANEVAL_PROMPT.format(prompt=record["prompt"])
+            yield record["task_id"], _asked(HUMANEVAL_PROMPT.format(prompt=record["prompt"]))
 
 
-def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, str]]:
+def _asked(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, list[Message]]]:
     path = Path(task.path or "").expanduser()
     if not path.is_file():
         raise ValueError(f"eval task {task.name!r}: path={task.path}: no such file")
@@ -87,11 +92,12 @@ def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, str]]:
     with open(path, "rb") as file:
         try:
             for number, record in enumerate(scan_lines(file, report)):
-                name = str(record.get("question_id", number))
+                name = str(record.get("question_id", record.get("id", number)))
                 if name in seen:
                     raise ValueError(f"question_id {name} stands twice; each question needs its own, or none has any")
                 seen.add(name)
-                yield f"{task.name}/{name}", _first_turn(record, number)
+                for turn, messages in enumerate(_prompts_of(record, number), start=1):
+                    yield f"{task.name}/{name}" + (f"/{turn}" if turn > 1 else ""), messages
         except ValueError as e:
             raise ValueError(f"eval task {task.name!r}: {path}: {e}") from e
     if report.malformed or report.cut_bytes:
@@ -99,9 +105,18 @@ def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, str]]:
         raise ValueError(f"eval task {task.name!r}: {path}: {lines} of its lines are no JSON objects")
 
 
-def _first_turn(record: dict[str, Any], number: int) -> str:
+def _prompts_of(record: dict[str, Any], number: int) -> Iterator[list[Message]]:
+    """The first of a record's `turns`, or its `prompt`; of a conversation (`messages`) every user turn, with all that
+    was said before it: the target's own answers, if it wrote them (`eagle3 regenerate`)."""
+    if "messages" in record:
+        try:
+            messages = clean(turns_of(record))
+        except Unusable as e:
+            raise ValueError(f"record {number + 1} is no conversation ({e})") from e
+        yield from (messages[: i + 1] for i, m in enumerate(messages) if m["role"] == "user")
+        return
     turns = record.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt`")
-    return prompt
+        raise ValueError(f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt` or `messages`")
+    yield _asked(prompt)

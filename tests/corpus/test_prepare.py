@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import config
-from eagle3_train.config import Config
-from eagle3_train.corpus import prepare, read_lengths, read_rows
+from eagle3_train.config import Config, TaskConfig
+from eagle3_train.corpus import prepare, read_lengths, read_rows, tasks
 from eagle3_train.corpus.order import is_held_out, order_key
 from eagle3_train.files import find_package_file
 
@@ -185,6 +185,20 @@ def test_questions_that_share_an_id_are_refused(folder: Path, tiny_target: Path)
         f.write(json.dumps({"question_id": 7, "turns": ["another"]}) + "\n")
     with pytest.raises(ValueError, match=r"eval task 'own': .*prompts\.jsonl: question_id 7 stands twice"):
         prepare(study(folder, tiny_target))
+
+
+def test_every_user_turn_of_a_conversation_is_a_prompt(tmp_path: Path) -> None:
+    """With all that was said before it, the last answer left out."""
+    said = [("user", "first"), ("assistant", "own"), ("user", "second"), ("assistant", "cut")]
+    record = {"id": 81, "messages": [{"role": role, "content": text} for role, text in said]}
+    (tmp_path / "file.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({"prompt": "alone"}) + "\n")
+    task = TaskConfig(name="mt", source="file", path=str(tmp_path / "file.jsonl"))
+    prompts = dict(tasks._file_prompts(task))
+    assert {name: [m["content"] for m in messages] for name, messages in prompts.items()} == {
+        "mt/81": ["first"],
+        "mt/81/2": ["first", "own", "second"],
+        "mt/1": ["alone"],
+    }
 
 
 def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
