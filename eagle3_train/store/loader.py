@@ -12,6 +12,8 @@ from .plan import BatchPlan
 from .reader import Store
 from .schema import Sequence
 
+REMOTE_READERS = 8  # requests under way at once
+
 
 class Loader:
     """Iterator of (step, sequences): `sequences[i]` is row `plan.rank_rows(step, rank, world)[i]` of the store.
@@ -31,16 +33,18 @@ class Loader:
         world: int = 1,
         start_step: int = 0,
         prefetch: int = 2,
-        readers: int = 1,
+        readers: int | None = None,
     ) -> None:
-        """`readers`: threads that read rows at once; more than one pays off where latency does, e.g. on s3://."""
+        """`readers`: threads that read rows at once; None: one from a disk, several from an object store, whose latency
+        they hide."""
         if len(plan.lengths) > len(store):
             raise ValueError(f"the plan covers {len(plan.lengths)} rows and the store holds {len(store)}")
         if prefetch < 1:
             raise ValueError(f"prefetch={prefetch}: at least one batch is read ahead")
         self.waited_s = 0.0
         self._store, self._plan = store, plan
-        self._rank, self._world, self._start, self._readers = rank, world, start_step, readers
+        self._rank, self._world, self._start = rank, world, start_step
+        self._readers = readers if readers is not None else 1 if store.folder.is_local else REMOTE_READERS
         self._queue: queue.Queue[tuple[int, list[Sequence]] | BaseException | None] = queue.Queue(prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-loader", daemon=True)
