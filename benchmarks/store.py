@@ -8,6 +8,7 @@ thread; they take turns, and the fastest of their rounds counts (whatever else r
 - safetensors: one safetensors file a sample (the layout of speculators)
 - datasets: Hugging Face `datasets` streaming the store's own shards
 - to_pylist: Arrow `to_pylist` of the store's own shards, a row group at a time
+`--capture TARGET`: speed of capture=vllm against vLLM's plain prefill (benchmarks/capture.py).
 Cold cache: the files are written back and dropped from the page cache (posix_fadvise) before each pass.
 """
 
@@ -269,7 +270,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small stores, fewer rounds: under 50 s on two cores")
     parser.add_argument("--dir", help="where to write (default: the system's temporary folder)")
+    parser.add_argument(
+        "--capture", type=Path, metavar="TARGET", help="capture=vllm with the target in this folder, alone"
+    )
     args = parser.parse_args()
+    if args.capture is not None:
+        from capture import bench_capture
+
+        bench_capture(args.capture, *((8, 2) if args.quick else (64, 3)), report)
+        return
     torch.set_num_threads(1)
     tune_allocator()  # as training does; for every contender
     mib, rounds = (80, 3) if args.quick else (1024, 5)

@@ -39,11 +39,16 @@ from workload import Workload  # noqa: E402
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (module beside worker.py, options)
     "ours": ("ours", {}),
     "ours_frozen": ("ours", {"eagle3": {"lm_head": "frozen"}}),
+    "ours_flex": ("ours", {"attention": "flex"}),
+    "ours_merge": ("ours", {"attention": "merge"}),
+    "ours_compiled": ("ours", {"compile": True}),
     "speculators": ("peer_speculators", {"train_lm_head": True}),
     "speculators_frozen": ("peer_speculators", {}),
     "specforge": ("peer_specforge", {}),
 }
-OURS = ("ours", "ours_frozen")
+OURS = tuple(name for name, (module, _) in CONTENDERS.items() if module == "ours")
+QUICK = ("ours", "speculators", "specforge")
+ALL = ("ours", "ours_frozen", "speculators", "speculators_frozen", "specforge")
 
 
 @dataclass
@@ -154,11 +159,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, help="steps of each contender (default 5; 2 with --quick)")
     parser.add_argument(
-        "--who", nargs="+", choices=tuple(CONTENDERS), help="default: all; the first three with --quick"
+        "--who", nargs="+", choices=tuple(CONTENDERS), help=f"default: {' '.join(ALL)}; with --quick {' '.join(QUICK)}"
     )
     parser.add_argument("--peers", default=str(HERE / "contenders/.venv/bin/python"), help="python of install.sh")
     args = parser.parse_args()
-    names = args.who or (["ours", "speculators", "specforge"] if args.quick else list(CONTENDERS))
+    names = list(args.who or (QUICK if args.quick else ALL))
     if not Path(args.peers).exists():
         print(f"no {args.peers}: our lines alone; run benchmarks/contenders/install.sh", file=sys.stderr)
         names = [n for n in names if n in OURS]

@@ -253,7 +253,7 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
-    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix such as
+    # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix of them:
     # 0.9*soft_ce+0.1*tv
     objective: str = "soft_ce"
     step_weight: float = 0.8  # w: step i counts w^i

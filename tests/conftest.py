@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +86,27 @@ def save_tiny_llama(folder: Path, tokenizer: Any, hidden_size: int, head_dim: in
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """HOST:PORT of a real S3 server on loopback."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def uri(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Of a folder in a bucket of this test's own."""
+    import pyarrow.fs as pafs
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    bucket = request.node.name.replace("_", "-").lower()[:50]
+    server = {"endpoint_override": s3_endpoint, "scheme": "http", "region": "us-east-1"}
+    pafs.S3FileSystem(**server, allow_bucket_creation=True).create_dir(bucket)
+    return f"s3://{bucket}/store?{'&'.join(f'{key}={value}' for key, value in server.items())}"

@@ -51,6 +51,17 @@ class Target:
         raise AssertionError("the benchmark starts from random weights")
 
 
+def sequences_of(work: Workload, tensors: Tensors) -> list[Sequence]:
+    """The batch as the store would give it."""
+    inputs = tensors.features.unflatten(-1, (3, work.sizes.hidden))
+    states = torch.cat([inputs, tensors.final[:, :, None]], 2)
+    ids = tensors.input_ids.numpy().astype(np.int32)
+    masks = tensors.loss_mask.numpy().astype(np.uint8)
+    return [
+        Sequence(str(i), "benchmark", ids[i], masks[i], states[i], np.roll(ids[i], -1)) for i in range(work.sequences)
+    ]
+
+
 def make(work: Workload, tensors: Tensors, options: dict[str, Any]) -> tuple[Callable[[], float], dict[str, float]]:
     """One optimizer step a call (it returns the loss), and what the step amounts to."""
     d = work.sizes
@@ -59,17 +70,7 @@ def make(work: Workload, tensors: Tensors, options: dict[str, Any]) -> tuple[Cal
     cfg = DraftConfig(steps=work.steps, vocab_size=d.draft_vocab, init_layer="random", **options)
     head = build(cfg, Target(work, tensors), DraftVocab(work.draft_ids(), d.vocab, 1.0), n_inputs=3).to(work.device)
     engine = make_engine(EngineConfig(kind="single"), head, OptimConfig(), World(), work.torch_dtype)
-    sequences = [
-        Sequence(
-            str(i),
-            "benchmark",
-            tensors.input_ids[i].numpy().astype(np.int32),
-            tensors.loss_mask[i].numpy().astype(np.uint8),
-            torch.cat([tensors.features[i].unflatten(-1, (3, d.hidden)), tensors.final[i, :, None]], 1),
-            tensors.input_ids[i].roll(-1).numpy().astype(np.int32),
-        )
-        for i in range(work.sequences)
-    ]
+    sequences = sequences_of(work, tensors)
     train = TrainConfig()
 
     def step() -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,16 +113,16 @@ def same_conditions(threads: int) -> None:
 
 
 def gemm_rate(work: Workload, seconds: float = 1.0) -> float:
-    """FLOP/s of the best of a few plain matrix products of the step's own sizes, in this process and dtype."""
-    import time
-
+    """FLOP/s of the best of a few plain matrix products of the step's own sizes, in this process, device and dtype."""
     d, rows, best = work.sizes, work.tokens, 0.0
     for n, k in ((d.intermediate, d.hidden), (d.draft_vocab, d.hidden)):
-        a, b = torch.randn(rows, k).to(work.torch_dtype), torch.randn(n, k).to(work.torch_dtype)
+        a, b = (torch.randn(m, k).to(work.device, work.torch_dtype) for m in (rows, n))
         out = a @ b.T
         end = time.perf_counter() + seconds / 2
         while (began := time.perf_counter()) < end:
             torch.mm(a, b.T, out=out)
+            if work.device == "cuda":
+                torch.cuda.synchronize()
             best = max(best, 2 * rows * n * k / (time.perf_counter() - began))
     return best
 

@@ -86,4 +86,4 @@ def write_target(store: str, folder: Path, dtype: torch.dtype, cfg: TargetConfig
 
 def has_target(store: str) -> bool:
     """Whether `<store>/target/` is complete: its configuration is written last."""
-    return CONFIG in Folder(f"{store}/target").sizes()
+    return CONFIG in Folder(store).child("target").sizes()

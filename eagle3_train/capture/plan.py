@@ -17,7 +17,7 @@ from eagle3_train.config import CaptureConfig, Config, TaskConfig
 from eagle3_train.corpus import read_lengths, read_report
 from eagle3_train.device import DTYPES, resolve_dtype
 from eagle3_train.files import code_version, read_json
-from eagle3_train.store import Store, StoreSpec, missing_shards, shard_rows
+from eagle3_train.store import Store, StoreSpec, inside, missing_shards, shard_rows
 from eagle3_train.target import chat_template_hash, tokenizer_hash, weight_hash
 
 # A shard that an earlier version of the code wrote is still a shard of this capture.
@@ -111,7 +111,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
 
     store, shards = cfg.paths.store, cfg.capture.shards
     states: dict[str, Any] = {"dtype": cfg.store.dtype, "compute_dtype": compute}
-    jobs = [job("train", store, shards, **states), job("validation", f"{store}/validation", shards, **states)]
+    jobs = [job("train", store, shards, **states), job("validation", inside(store, "validation"), shards, **states)]
     for task in cfg.eval.tasks:
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.
         dtype = cfg.store.transcript_dtype
@@ -119,7 +119,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         if task.temperature:
             sampling |= {"top_p": task.top_p, "top_k": task.top_k, "seed": cfg.corpus.seed}
         batches = -(-report["parts"][f"tasks/{task.name}"]["sequences"] // cfg.eval.generate_batch)
-        path = f"{store}/transcripts/{task.name}"
+        path = inside(store, f"transcripts/{task.name}")
         jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))
     return jobs
 

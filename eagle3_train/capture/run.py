@@ -87,6 +87,7 @@ class Worker:
     def run(self, units: list[tuple[Job, int]], train_dtype: torch.dtype) -> None:
         """Capture `units` (job, shard). The target is loaded once a compute dtype, not at all if nothing is left."""
         tune_allocator()
+        self.log.parent.mkdir(parents=True, exist_ok=True)  # the corpus and the store may lie elsewhere
         if self.rank == 0 and not has_target(self.cfg.paths.store):
             write_target(self.cfg.paths.store, self.target, train_dtype, self.cfg.target)
         groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""The device's fused attention over step-0 keys, with the log-sum-exp that `attention.merge` needs, and its backward
-for any output and log-sum-exp.
+"""The device's fused attention over step-0 keys, with the log-sum-exp that merging needs, and its backward for any
+output and log-sum-exp.
 
 CPU: the flash kernel of scaled_dot_product_attention, a call a segment. CUDA: FlashAttention 2 over all segments at
 once (16 bit, head dims up to 256; a segment's queries are the last of its keys, which is what its causal mask means).

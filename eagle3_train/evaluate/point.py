@@ -23,7 +23,7 @@ from eagle3_train.evaluate.replay import replay_tasks
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.table import evaluation_table
 from eagle3_train.files import read_json, write_json
-from eagle3_train.store import Store
+from eagle3_train.store import Store, inside
 from eagle3_train.target import load_tokenizer, prepare_target, stop_ids, weight_hash
 
 SCHEMA = 1
@@ -53,7 +53,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         )
     fingerprints = check_transcripts(cfg)
     device = resolve_device(cfg.device)
-    transcripts = f"{cfg.paths.store}/transcripts"
+    transcripts = inside(cfg.paths.store, "transcripts")
     tasks = cfg.eval.tasks
     bootstrap, seed = cfg.eval.bootstrap, cfg.seed
 
@@ -115,7 +115,7 @@ def check_transcripts(cfg: Config) -> dict[str, str]:
     task now asks for."""
     fingerprints = {}
     for task in cfg.eval.tasks:
-        store = Store.open(f"{cfg.paths.store}/transcripts/{task.name}")
+        store = Store.open(inside(cfg.paths.store, f"transcripts/{task.name}"))
         how = store.spec.sampling
         made = {"prompts": len(store), "new_tokens": how.get("max_new_tokens")}
         made |= {key: how.get(key, getattr(TaskConfig(), key)) for key in SAMPLING}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eagle3_train.decode.sampling import Sampling
-from eagle3_train.store import Sequence, Store
+from eagle3_train.store import Sequence, Store, inside
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,4 @@ class Transcripts:
 
 def open_transcripts(folder: str, task: str) -> Transcripts:
     """Open `<folder>/<task>`. The store says in its error what is missing."""
-    return Transcripts(Store.open(f"{folder}/{task}"))
+    return Transcripts(Store.open(inside(folder, task)))

@@ -10,6 +10,7 @@ from eagle3_train.device import resolve_device
 from eagle3_train.drafts import Draft
 from eagle3_train.evaluate.point import check_transcripts
 from eagle3_train.evaluate.replay import replay_tasks
+from eagle3_train.store import inside
 
 
 def while_training(cfg: Config) -> Callable[[Draft], dict[str, Any]]:
@@ -21,7 +22,7 @@ def while_training(cfg: Config) -> Callable[[Draft], dict[str, Any]]:
     if not cfg.eval.tasks:
         return lambda head: {}
     check_transcripts(cfg)
-    device, transcripts = resolve_device(cfg.device), f"{cfg.paths.store}/transcripts"
+    device, transcripts = resolve_device(cfg.device), inside(cfg.paths.store, "transcripts")
 
     def evaluate(head: Draft) -> dict[str, Any]:
         records, keys = replay_tasks(

@@ -1,6 +1,7 @@
 """The hidden-state store: sharded Parquet that is verified, elastic and read row by row. Format: docs/store.md."""
 
 from .counts import token_counts
+from .folder import inside
 from .index import Index
 from .loader import Loader
 from .manifest import Manifest, ShardEntry, finalize
@@ -29,6 +30,7 @@ __all__ = [
     "concatenate",
     "expect_origin",
     "finalize",
+    "inside",
     "merge",
     "missing_shards",
     "prefix_for_tokens",

@@ -19,12 +19,18 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 
+def inside(path: str | Path, name: str) -> str:
+    """Path of the folder `name` in the folder `path`; the options of a URI stay at its end."""
+    base, mark, options = str(path).partition("?") if "://" in str(path) else (str(path), "", "")
+    return f"{base.rstrip('/')}/{name}{mark}{options}"
+
+
 class Folder:
     """`uri`: a local path, or whatever `pyarrow.fs` opens by itself (s3://, gs://, hdfs://) or through fsspec."""
 
     def __init__(self, uri: str | Path) -> None:
         self.uri = str(uri)
-        self._base, _, self._options = self.uri.partition("?") if "://" in self.uri else (self.uri, "", "")
+        self._base = self.uri.partition("?")[0] if "://" in self.uri else self.uri
         if "://" not in self.uri:
             self.fs: pafs.FileSystem = pafs.LocalFileSystem()
             self.root = os.path.abspath(os.path.expanduser(self.uri))
@@ -46,7 +52,7 @@ class Folder:
         return f"{self._base.rstrip('/')}/{name}"
 
     def child(self, name: str) -> Folder:
-        return Folder(self.show(name) + ("?" + self._options if self._options else ""))
+        return Folder(inside(self.uri, name))
 
     def sizes(self) -> dict[str, int]:
         """Names of the files in the folder itself -> bytes; empty where there is no such folder."""

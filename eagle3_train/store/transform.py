@@ -17,7 +17,7 @@ from .manifest import Manifest, finalize
 from .plan import prefix_for_tokens
 from .reader import Store
 from .schema import LAYOUT_FIELDS, StoreSpec
-from .target import CONFIG, TENSORS
+from .target import CONFIG
 from .writer import ShardWriter, missing_shards, shard_rows
 
 Progress = Callable[[int], None]
@@ -99,8 +99,7 @@ def _write(out: str | Path, spec: StoreSpec, origins: list[tuple[Store, int]], p
                 writer.add(sequence)
                 progress(sequence.n_tokens)
     source, target = origins[0][0].folder.child("target"), Folder(out).child("target")
-    present = source.sizes()
-    for name in (TENSORS, CONFIG):
-        if name in present:
-            target.write(name, source.read(name))
+    whole = [name for name in source.sizes() if not name.startswith(".")]
+    for name in sorted(whole, key=lambda name: name == CONFIG):  # the configuration last: it says that all is there
+        target.write(name, source.read(name))
     return finalize(out, spec)

@@ -6,11 +6,12 @@ L compares p, the target's distribution restricted to the draft vocabulary and r
 |---|---|---|
 | soft_ce | -sum_v p log q; less p's entropy it is the forward KL | q - p |
 | reverse_kl | sum_v q (log q - log p) | q (log q - log p - L) |
-| tv | 1/2 sum_v abs(p - q): 1 - the chance that a sampled draft is accepted (Leviathan et al. 2023) | q (g - sum q g) |
+| tv | 1/2 sum_v abs(p - q) | q (g - sum q g) |
 | hard_ce | -log q at p's most likely token | q - onehot |
 
-with g = 1/2 sign(q - p). Dividing by the *global* count makes the loss independent of packing, accumulation and world
-size. Cross-entropies by step are kept for the log whatever the objective is.
+with g = 1/2 sign(q - p). 1 - tv is the chance that sampling accepts a drafted token (Leviathan et al. 2023). Division
+by the *global* count makes the loss independent of packing, accumulation and world size. Cross-entropies by step are
+kept for the log whatever the objective is.
 """
 
 from __future__ import annotations

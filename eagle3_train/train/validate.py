@@ -9,7 +9,7 @@ import torch
 
 from eagle3_train.config import Config, TrainConfig
 from eagle3_train.drafts import Draft, DraftBatch
-from eagle3_train.store import BatchPlan, Store
+from eagle3_train.store import BatchPlan, Store, inside
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Validation
 from eagle3_train.train.step import batch_counts
@@ -19,7 +19,7 @@ RANK_TOKENS = 4096  # of a forward pass
 
 def open_validation(cfg: Config, head: Draft) -> Store:
     """The validation store. ValueError, before any training, where a draft step has no supervised row in it."""
-    store = Store.open(f"{cfg.paths.store}/validation")
+    store = Store.open(inside(cfg.paths.store, "validation"))
     counts = sum(batch_counts([s], head, cfg.train.oov) for s in store.read(range(len(store))))
     if not np.all(counts):
         raise ValueError(

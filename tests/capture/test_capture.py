@@ -14,7 +14,8 @@ from eagle3_train import config
 from eagle3_train.capture import capture, hf, run
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
-from eagle3_train.store import Store, read_target_part, shard_name
+from eagle3_train.store import Store, inside, read_target_part, shard_name
+from eagle3_train.store.folder import Folder
 from eagle3_train.target import load_target, load_tokenizer
 
 
@@ -110,6 +111,29 @@ def test_transcripts_are_the_targets_own_greedy_continuations(cfg: Config, tiny_
         assert found.loss_mask.tolist() == [0] * len(prompt.input_ids) + [1] * (len(ids) - len(prompt.input_ids))
 
 
+def test_tasks_have_a_temperature_of_their_own(folder: Path, tiny_target: Path) -> None:
+    task = "name: {}, source: held_out, prompts: 4, new_tokens: 12"
+    tasks = (
+        f"[{{{task.format('one')}, temperature: 1.5, top_k: 1}}, {{{task.format('five')}, temperature: 1.5, top_k: 5}}]"
+    )
+    cfg = study(folder, tiny_target, f"eval.tasks={tasks}")
+    prepare(cfg)
+    capture(cfg)
+    model = load_target(tiny_target, torch.float32, torch.device("cpu"))
+    ranks: dict[str, set[int]] = {"one": set(), "five": set()}
+    for name, seen in ranks.items():
+        store = Store.open(f"{cfg.paths.store}/transcripts/{name}")
+        assert (store.spec.sampling["temperature"], store.spec.sampling["top_p"]) == (1.5, 1.0)
+        for s in store.read(range(len(store))):
+            ids = torch.from_numpy(s.input_ids.astype(np.int64))
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            chosen = logits.gather(1, ids[1:, None])
+            rank = (logits > chosen).sum(1)[torch.from_numpy(s.loss_mask[1:].astype(bool))]
+            seen |= set(rank.tolist())
+    assert ranks["one"] == {0}  # the most likely of one
+    assert ranks["five"] == {0, 1, 2, 3, 4}
+
+
 def test_workers_and_interruptions_change_no_byte(
     cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +224,17 @@ def test_a_target_that_does_not_fit_is_spread_to_the_disk_and_changes_no_state(
         for a, b in zip(one.read(range(len(one))), other.read(range(len(other))), strict=True):
             assert torch.equal(a.hidden, b.hidden)
             assert a.target_argmax.tolist() == b.target_argmax.tolist()
+
+
+def test_into_an_object_store_go_the_same_bytes(cfg: Config, folder: Path, tiny_target: Path, uri: str) -> None:
+    capture(cfg)
+    remote = study(folder, tiny_target, "study.name=remote", f"paths.corpus={cfg.paths.corpus}", f"paths.store='{uri}'")
+    capture(remote)
+    capture(remote)  # nothing is left to do
+    for part in ("validation", "transcripts/held", "target"):
+        here, there = Folder(inside(cfg.paths.store, part)), Folder(inside(uri, part))
+        assert {name: there.read(name) for name in there.sizes()} == {name: here.read(name) for name in here.sizes()}
+    assert Store.open(uri).fingerprint == Store.open(cfg.paths.store).fingerprint
 
 
 def test_fp8_states_are_scaled_by_the_writer_and_near_the_others(cfg: Config, folder: Path, tiny_target: Path) -> None:

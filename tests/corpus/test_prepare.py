@@ -159,7 +159,7 @@ def test_tasks_are_prompts_that_end_where_the_target_begins(folder: Path, tiny_t
 
 def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tiny_target: Path) -> None:
     with (folder / "prompts.jsonl").open("a") as f:
-        f.writelines(json.dumps({"prompt": "long " * 500}) + "\n" for _ in range(30))
+        f.writelines(json.dumps({"question_id": 100 + n, "prompt": "long " * 500}) + "\n" for n in range(30))
     report = prepare(study(folder, tiny_target))
     assert report["parts"]["tasks/own"]["sequences"] == 2
     assert report["parts"]["tasks/own"]["skipped"]["longer than 384 tokens"] > 0

@@ -1,4 +1,4 @@
-"""From training to decoding: a head that has one sample by heart drafts all of it, and every token is accepted."""
+"""From training to decoding: a head that has one sample by heart drafts it, and the target accepts every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three implementations of attention against a plain masked softmax in float64; FlexAttention's mask key by key."""
+"""The implementations of attention against a plain masked softmax in float64; FlexAttention's mask key by key."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class TinyTarget:
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(5)
         self.config = {
-            "hidden_size": H, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv,
-            "head_dim": self.head_dim, "intermediate_size": 40, "rms_norm_eps": 1e-5, "vocab_size": V,
+            "hidden_size": H, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv, "vocab_size": V,
+            "head_dim": self.head_dim, "intermediate_size": 40, "rms_norm_eps": 1e-5, "num_hidden_layers": 1,
             "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
         }  # fmt: skip
         self.embed_tokens = torch.randn(V, H, generator=g)

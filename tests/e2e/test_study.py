@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -110,3 +111,27 @@ def test_done_work_is_not_repeated(study: tuple[Path, str], real_target: Path) -
     assert process.returncode == 0, output
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
     assert time.monotonic() - started < 120
+
+
+@pytest.mark.skipif(
+    not os.environ.get("EAGLE3_VLLM_PYTHON") and importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed, and EAGLE3_VLLM_PYTHON names no interpreter that has it",
+)
+def test_vllm_serves_the_exported_head_as_replay_says(study: tuple[Path, str], real_target: Path) -> None:
+    """In fp32 and greedy: plain vLLM's outputs, up to ties; tau in replay's interval, alone and two at once."""
+    point = [a for a in SMALL if not a.startswith("data.scale=")]
+    more = ("data.scale=2", "serve.concurrency=[1,2]", 'serve.arguments=["--enforce-eager"]', "export.check=true")
+    process = eagle3("serve-bench", *point, *more, f"paths.target={real_target}", outputs=study[0].parent)
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    (path,) = study[0].glob("eagle3-x2-*/serve.json")
+    rows = json.loads(path.read_text())["rows"]
+    replayed = next(r for r in rows if r["method"] == "replay")
+    served = [r for r in rows if r["method"] == "serve"]
+    assert [(r["concurrency"], r["compared"]) for r in served] == [(1, 3), (2, 3)]
+    for row in served:
+        assert all(d["logit_gap"] is not None and d["logit_gap"] < 1e-2 for d in row.get("differences", []))
+        assert replayed["tau_lo"] <= row["tau"] <= replayed["tau_hi"]
+        assert row["counters"]["tau"] >= 1
+        assert 0 < row["first_p50"] <= row["latency_p99"]
+    assert "bit for bit" in output

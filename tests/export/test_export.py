@@ -176,6 +176,7 @@ def test_only_an_earlier_export_is_replaced_and_a_failed_one_leaves_it(
     with pytest.raises(OSError, match="no space"):
         export_head(make_source(), folder, "speculators", FP32)
     assert read_config(folder)["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "midlayer.hidden_norm.weight" in load_file(folder / "model.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
     monkeypatch.undo()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pyarrow.fs as pafs
 import pytest
 import torch
 
@@ -22,29 +19,6 @@ from eagle3_train.store import (
 from eagle3_train.store.folder import Folder
 
 from .helpers import capture, make_sequence, make_spec, make_store
-
-server_module = pytest.importorskip("moto.server")
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = server_module.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def uri(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    bucket = request.node.name.replace("_", "-").lower()[:50]
-    pafs.S3FileSystem(
-        endpoint_override=endpoint, scheme="http", region="us-east-1", allow_bucket_creation=True
-    ).create_dir(bucket)
-    return f"s3://{bucket}/store?endpoint_override={endpoint}&scheme=http&region=us-east-1"
 
 
 def test_capture_read_and_verify(uri: str) -> None:

@@ -24,6 +24,8 @@ from eagle3_train.store.commands import main
 
 from .helpers import make_sequence, make_spec, make_store
 
+TOKENIZER = {"tokenizer.json": b"{}"}
+
 
 def part(path: Path, rows: list[int], **changes: object) -> Store:
     """A store of some rows of the whole, captured by itself."""
@@ -33,7 +35,7 @@ def part(path: Path, rows: list[int], **changes: object) -> Store:
             for i in shard_rows(len(rows), 2, shard):
                 writer.add(make_sequence(spec, rows[i]))
     finalize(path, spec)
-    write_target_part(path, {"embed_tokens": torch.ones(3, 2), "norm_weight": torch.ones(2)}, {"a": 1})
+    write_target_part(path, {"embed_tokens": torch.ones(3, 2), "norm_weight": torch.ones(2)}, {"a": 1}, TOKENIZER)
     return Store.open(path)
 
 
@@ -53,6 +55,7 @@ def test_merged_parts_are_the_capture_of_all(tmp_path: Path, capsys: pytest.Capt
         assert sequence.sample_id == expected.sample_id
         assert torch.equal(sequence.hidden, expected.hidden.bfloat16())
     assert read_target_part(out).config == {"a": 1}
+    assert (out / "target" / "tokenizer.json").read_bytes() == b"{}"
     before = {p.name: p.stat().st_mtime_ns for p in out.glob("shard-*")}
     (out / shard_name(2, 4)).unlink()
     assert merge([tmp_path / "a", tmp_path / "b"], out, 5) == store.manifest

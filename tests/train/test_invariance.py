@@ -1,4 +1,4 @@
-"""The same global batch gives the same loss and gradients to 1e-5, however it is cut into passes and processes."""
+"""A global batch gives the same loss and gradients to 1e-5, however it is cut into forward passes and processes."""
 
 from __future__ import annotations
 

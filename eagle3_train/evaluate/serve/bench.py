@@ -23,6 +23,7 @@ from eagle3_train.evaluate.serve.table import load_row, serve_table
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.transcripts import open_transcripts
 from eagle3_train.files import read_json, write_json, write_text
+from eagle3_train.store import inside
 
 RESULT, REQUESTS = "serve.json", "serve.jsonl"
 WARM_UP_TOKENS = 8
@@ -80,7 +81,7 @@ def serve_bench(
 
 
 def _prompts(cfg: Config, task: str) -> list[Prompt]:
-    transcripts = open_transcripts(f"{cfg.paths.store}/transcripts", task)
+    transcripts = open_transcripts(inside(cfg.paths.store, "transcripts"), task)
     return [Prompt(t.prompt_id, t.prompt_ids.tolist()) for t in transcripts.read(cfg.serve.prompts)]
 
 
