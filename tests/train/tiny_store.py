@@ -53,9 +53,8 @@ def make_study(
     write_store(store / "validation", 6, seed=1, shards=1, damaged=damaged_validation)
     tensors = {"embed_tokens": target.embed_tokens, "norm_weight": target.norm_weight, "lm_head": target.lm_head}
     tensors |= {f"last_layer.{name}": t for name, t in target.last_layer.items()}
-    write_target_part(
-        store, tensors, target.config | {"rope_parameters": {"rope_theta": THETA, "rope_type": "default"}}
-    )
+    rope = {"rope_theta": THETA, "rope_type": "default"}
+    write_target_part(store, tensors, target.config | {"rope_parameters": rope, "num_hidden_layers": N_LAYERS})
 
 
 OVERRIDES = (
