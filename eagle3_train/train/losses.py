@@ -146,9 +146,9 @@ class Objective:
         objective: str = "soft_ce",
         compiled: bool = False,
     ) -> None:
-        geometric = isinstance(step_weight, int | float)
-        weights = [step_weight**i for i in range(len(counts))] if geometric else list(step_weight)
-        self.scales = [w / n if n else 0.0 for w, n in zip(weights, counts.tolist(), strict=True)]
+        if isinstance(step_weight, int | float):
+            step_weight = [step_weight**i for i in range(len(counts))]
+        self.scales = [w / n if n else 0.0 for w, n in zip(step_weight, counts.tolist(), strict=True)]
         self.oov = oov
         self.mix: Mix = tuple(parse_objective(objective).items())
         self.compiled = compiled
