@@ -105,8 +105,10 @@ def _spans(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, Te
     rows = torch.tensor([n for _, _, n in segments])
     lengths = torch.tensor([first + n - start for start, first, n in segments])
     keys = torch.cat([torch.arange(start, first + n) for start, first, n in segments])
-    of_rows, of_keys = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (rows, lengths))
-    return keys.to(device), of_rows, of_keys, int(rows.max()), int(lengths.max())
+    q_offsets, k_offsets = (
+        torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (rows, lengths)
+    )
+    return keys.to(device), q_offsets, k_offsets, int(rows.max()), int(lengths.max())
 
 
 def _forward_cuda(
@@ -136,6 +138,8 @@ def _backward_cuda(
         *state, scale=scale,
     )  # fmt: skip
     # Several segments may read the same keys: summed in fp32.
-    sums = (torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, keys, g.float()).to(x.dtype)
-            for x, g in ((k, dk), (v, dv)))  # fmt: skip
-    return dq, *sums
+    dk, dv = (
+        torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, keys, g.float()).to(x.dtype)
+        for x, g in ((k, dk), (v, dv))
+    )
+    return dq, dk, dv
