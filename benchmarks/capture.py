@@ -74,6 +74,9 @@ def bench_capture(target: Path, count: int, rounds: int, report: Callable[..., N
             began = time.perf_counter()
             work()
             best[contender] = min(best.get(contender, float("inf")), time.perf_counter() - began)
+        seconds = best[contender]
+        figures = {"tokens_per_s": tokens / seconds, "ratio_prefill": best["vllm prefill"] / seconds}
+        report(bench="capture", contender=contender, target=target.name, dtype=name, tokens=tokens, **figures)
 
     engine = open_engine(cfg, target, dtype, device, cfg.corpus.max_length + 1, enable_prefix_caching=False)
     prefill(engine)  # warm
@@ -89,6 +92,3 @@ def bench_capture(target: Path, count: int, rounds: int, report: Callable[..., N
             capture(backend, job, rows)  # warm
             time_rounds("capture=vllm", lambda: capture(backend, job, rows))
             time_rounds("capture=vllm, states alone", lambda: capture(backend, job, unsupervised))
-    for contender, seconds in best.items():
-        figures = {"tokens_per_s": tokens / seconds, "ratio_prefill": best["vllm prefill"] / seconds}
-        report(bench="capture", contender=contender, target=target.name, dtype=name, tokens=tokens, **figures)
