@@ -792,6 +792,8 @@ def check(cfg: Config) -> None:
     for option in ("recompute", "compile"):
         if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
             raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")
+    if cfg.train.regime == "none" and cfg.train.steps:
+        raise ValueError("train.regime=none takes no train.steps: leave it null")
     if cfg.train.regime == "none" and cfg.draft.init_from is None:
         raise ValueError("train.regime=none is for a head that is trained already: name it with draft.init_from=FOLDER")
     if cfg.draft.init_from is not None and cfg.draft.kind != "eagle3":

@@ -123,7 +123,7 @@ def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
 
 def optimizer_steps(cfg: Config, data: Data) -> int:
     """Of a point."""
-    if cfg.train.regime == "steps":
+    if cfg.train.regime != "epochs":
         return cfg.train.steps or 0
     return math.ceil(cfg.train.epochs * data.tokens / cfg.train.batch_tokens)
 

@@ -34,7 +34,8 @@ def describe(study: Study) -> str:
 
 
 def _length(cfg: Config) -> str:
-    return f"{cfg.train.steps} steps" if cfg.train.regime == "steps" else f"{cfg.train.epochs} epochs"
+    lengths = {"steps": f"{cfg.train.steps} steps", "epochs": f"{cfg.train.epochs} epochs", "none": "not trained"}
+    return lengths[cfg.train.regime]
 
 
 def _data(study: Study) -> str:
@@ -130,5 +131,5 @@ class TimeLeft:
 
 def work(cfg: Config) -> float:
     """Training work of a point in sequences, or in steps where these are fixed; K steps of the head each."""
-    units = cfg.train.steps if cfg.train.regime == "steps" else cfg.data.sequences * cfg.train.epochs
+    units = cfg.train.steps if cfg.train.regime != "epochs" else cfg.data.sequences * cfg.train.epochs
     return float(units or 0) * cfg.draft.steps

@@ -51,8 +51,9 @@ def vllm_server(
         ValueError: it did not start; the end of its output is said.
     """
     port = _free_port()
+    # Not `vllm serve`: that looks for a distribution named vllm, and the CPU build's has another name.
     command = [
-        vllm_python(), "-m", "vllm.entrypoints.cli.main", "serve", str(target), "--dtype", dtype,
+        vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--dtype", dtype,
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(positions),
         "--max-num-seqs", str(max(cfg.concurrency)), "--generation-config", "vllm", "--no-enable-prefix-caching",
         "--disable-uvicorn-access-log",
