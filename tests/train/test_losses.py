@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ def test_steps_one_by_one_are_the_steps_together() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_is_the_same() -> None:
     hidden, head, targets, rows = make(torch.float32)
     results = []
