@@ -25,12 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
+        if missing := [path for path in options.runs if not path.exists()]:
+            raise ValueError(f"{missing[0]}: there is no such file or folder")
         folder = options.out or default_folder(options.runs)
+        folder.mkdir(parents=True, exist_ok=True)  # before the work: where it cannot be written, say so now
         analysis = analyse(load_runs(options.runs), axis=options.axis, replicates=options.replicates)
-    except ValueError as e:
+        path = write_report(analysis, folder)
+    except (ValueError, OSError) as e:
         print(f"python -m analysis: {e}", file=sys.stderr)
         return 2
-    path = write_report(analysis, folder)
     print(summary_text(analysis))
     print(f"\nReport: {path}")
     return 0

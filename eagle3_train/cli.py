@@ -7,6 +7,7 @@ exit code 143, which means: the same command continues.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -72,6 +73,9 @@ def explain(error: BaseException) -> str:
         return f"{error.override!r} is no override: write KEY=VALUE, quotes around special characters"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_option(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        where = f" (writing {error.filename})" if error.filename else ""
+        return f"the disk is full{where}: free some space; the same command continues where this one ended"
     text = str(error).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
     if error.__cause__ is not None and isinstance(error, HydraException):
         text += "\n" + str(error.__cause__)

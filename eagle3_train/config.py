@@ -33,7 +33,8 @@ class PathsConfig:
     corpus: str = MISSING  # tokenised conversations, shared by the points of a study
     store: str = MISSING  # captured hidden states, shared by the points of a study
     target: str = MISSING  # the target model as a plain Hugging Face folder (converted once)
-    regenerated: str = MISSING  # conversations whose assistant turns the target wrote: a JSONL file a source
+    # conversations whose assistant turns the target wrote: a JSONL file a source
+    regenerated: str = "${paths.study}/regenerated"
 
 
 @dataclass
@@ -847,6 +848,16 @@ def load(path: str | Path) -> Config:
             f"{path} is damaged, or not a configuration of this version of the code ({reason}): delete it and give the "
             "command that wrote it again"
         ) from e
+
+
+def relocated(config: Config, study: Path) -> Config:
+    """The configuration of a study whose folder was moved or copied to `study` since: what lay in it lies there now."""
+    paths, old, new = config.paths, Path(config.paths.study), Path(study).absolute()
+    for name in ("corpus", "store", "target", "regenerated", "study"):
+        path = Path(getattr(paths, name))
+        if "://" not in getattr(paths, name) and path.is_relative_to(old):
+            setattr(paths, name, str(new / path.relative_to(old)))
+    return config
 
 
 def conf_dir() -> Path:

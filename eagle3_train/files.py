@@ -106,6 +106,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and run the step that writes it again") from e
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """`read_json` of a file that holds one object: anything else is named in the error."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold what it should: delete it and run the step that writes it again")
+    return value
+
+
 def find_package_file(spec: str) -> Path:
     """Path of `package:NAME/FILE`, a file that an installed Python package carries. The package is not imported."""
     from importlib.util import find_spec

@@ -54,6 +54,9 @@ class Step:
     parses_itself: bool = False
 
 
+WITHOUT_DRY_RUN = ("prepare", "evaluate", "export", "report", "serve-bench")
+
+
 def run_step(name: str, call: Call) -> int:
     """Run a step here, or hand it to a launcher where it takes more than this process. Ranks, which a launcher started,
     run it themselves."""
@@ -66,6 +69,8 @@ def run_step(name: str, call: Call) -> int:
             if cfg.dry_run and name in ("train", "point"):
                 _estimate(cfg)
             return launch(name, cfg)
+    if name in WITHOUT_DRY_RUN and call.resolved is None and call.config().dry_run:
+        raise ValueError(f"dry_run=true: {name} has no plan to show; `eagle3 study dry_run=true` plans the whole study")
     return step.run(call)
 
 

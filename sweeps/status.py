@@ -49,12 +49,19 @@ def jobs(study: Path) -> list[JobFolder]:
     """The shared steps, then the points of the plan, then points that were run without it."""
     if not (study / "study.yaml").is_file() and not any(study.glob("**/config.yaml")):
         raise ValueError(f"{study} holds no study yet: `eagle3 study` starts one (study=NAME chooses another)")
-    planned = [p["name"] for p in read_json(study / "points.json")] if (study / "points.json").is_file() else []
+    planned = _planned(study / "points.json")
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
     begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
     steps = dict.fromkeys([*SHARED, *begun])
     shared = [JobFolder(step, study / "steps" / step, False) for step in steps]
     return shared + [JobFolder(name, study / name, True) for name in dict.fromkeys(planned + started)]
+
+
+def _planned(path: Path) -> list[str]:
+    try:
+        return [point["name"] for point in read_json(path)] if path.is_file() else []
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{path} does not hold what it should: `eagle3 study` with the same options writes it") from e
 
 
 def collect(study: Path) -> list[JobStatus]:
@@ -113,6 +120,9 @@ def _readable(study: Path, job: JobFolder) -> JobStatus:
         return _status(study, job)
     except ValueError as e:
         return JobStatus(job.name, "damaged", reason=str(e))
+    except (AttributeError, KeyError, TypeError):  # JSON, but not what was written there
+        files = f"{job.folder}/status.json or metrics.jsonl"
+        return JobStatus(job.name, "damaged", reason=f"{files} does not hold what it should: delete it")
 
 
 def _status(study: Path, job: JobFolder) -> JobStatus:
@@ -144,7 +154,8 @@ def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:
     plan = study / "study.yaml"  # a shared step may have been started alone, without a study
     path = plan if job.name in SHARED and plan.is_file() else job.folder / "config.yaml"
     if job.is_point or job.name in SHARED:
-        return path.is_file() and Job("point" if job.is_point else job.name, config.load(path)).is_done()
+        step = "point" if job.is_point else job.name
+        return path.is_file() and Job(step, config.relocated(config.load(path), study)).is_done()
     return last.get("state") == "done"
 
 
@@ -163,6 +174,7 @@ def _progress(metrics: Path) -> dict[str, Any]:
         return values
     for key in ("step", "steps", "tokens_per_s"):
         values[key] = next((row[key] for row in reversed(rows) if key in row), None)
+    values["steps"] = None if values["steps"] is None else int(values["steps"])
     first, last = rows[0], rows[-1]
     if values["steps"] and last["step"] > first["step"]:
         per_step = (last["time"] - first["time"]) / (last["step"] - first["step"])

@@ -152,7 +152,9 @@ def _state(path: str, wanted: StoreSpec) -> tuple[bool, list[int]]:
             f"the store {path} was captured otherwise ({'; '.join(differences)}). Keep it and write another one with "
             f"paths.store=FOLDER (or study.name=NAME), or remove it: rm -r {path}"
         )
-    return True, missing_shards(path, wanted.n_shards)
+    if not (missing := missing_shards(path, wanted.n_shards)):
+        Store.open(path).require_whole()
+    return True, missing
 
 
 def require_disk(path: str, needed: int) -> int | None:

@@ -42,7 +42,7 @@ def check_export(source: HeadSource, folder: Path, dtype: torch.dtype) -> None:
     if python is None:
         say(
             f"check: not run in the speculators library, which is not installed here: {PEER_PYTHON}=PYTHON names the "
-            "interpreter of an environment that has it (benchmarks/peers.sh makes one)"
+            "interpreter of an environment that has it (benchmarks/contenders/install.sh makes one)"
         )
         return
     (worst,) = compare_with_peer([(source, folder)], dtype, python)

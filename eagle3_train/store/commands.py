@@ -113,11 +113,14 @@ def _verify(store: Store) -> int:
             found += 1
             say(str(problem))
     rows = f"{len(store.manifest.shards):,} shards, {len(store):,} rows"
-    say(f"{store.folder.uri}: {found} problems in {rows}" if found else f"{store.folder.uri}: sound, {rows}")
+    problems = f"{found} problem{'s' * (found > 1)} in" if found else "sound,"
+    say(f"{store.folder.uri}: {problems} {rows}")
     return min(found, 1)
 
 
 def _sample(store: Store, rows: list[int]) -> int:
+    if outside := [row for row in rows if not 0 <= row < len(store)]:
+        raise ValueError(f"--rows {outside[0]}: {store.folder.uri} has rows 0 to {len(store) - 1}")
     for row, sequence in zip(rows, store.read(rows), strict=True):
         say(_describe(row, sequence, store.spec.layer_ids))
     return 0

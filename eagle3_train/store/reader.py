@@ -78,6 +78,21 @@ class Store:
                 "captured with this configuration, or capture one (eagle3 capture) into an empty folder"
             )
 
+    def require_whole(self) -> Store:
+        """Compare the sizes of all shards with the manifest's, by one listing and no read: before any long work.
+
+        ValueError names the shards that are cut or missing and what repairs them.
+        """
+        sizes = self.folder.sizes()
+        bad = [s for s in self.manifest.shards if sizes.get(s.name) != s.bytes]
+        if bad:
+            shown = [f"{self.folder.show(s.name)} has {sizes.get(s.name, 0):,} of {s.bytes:,} bytes" for s in bad[:3]]
+            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+            there = " ".join(self.folder.show(s.name) for s in bad if s.name in sizes)
+            remove = f"remove them (rm {there}) and " if there else ""
+            raise ValueError(f"{'; '.join(shown)}{more}: {remove}run eagle3 capture again, which redoes these alone")
+        return self
+
     def __getitem__(self, row: int) -> Sequence:
         (sequence,) = self.read_batch([row])
         return sequence

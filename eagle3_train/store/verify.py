@@ -53,7 +53,7 @@ def verify(store: Store, progress: Callable[[int], None] = lambda n_bytes: None)
         where = folder.show(entry.name)
         what = _file_problem(folder, entry, manifest.spec, sizes.get(entry.name))
         if what is not None:
-            yield Problem(where, what, remedy(where) + f" && {finalize}" if entry.name in sizes else "eagle3 capture")
+            yield Problem(where, what, remedy(where) if entry.name in sizes else "eagle3 capture")
         else:
             yield from _row_problems(store, range(first, first + entry.rows), where)
         first += entry.rows

@@ -16,7 +16,7 @@ from eagle3_train.console import progress_bar, say
 from eagle3_train.device import peak_rss_mb, peak_tflops, resolve_device, resolve_dtype, tune_allocator
 from eagle3_train.drafts import Draft
 from eagle3_train.exits import Unfinished
-from eagle3_train.files import code_version, read_json, write_json
+from eagle3_train.files import code_version, read_object, write_json
 from eagle3_train.store import BatchPlan, Loader, Sequence, Store
 from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
@@ -61,7 +61,7 @@ def _is_done(cfg: Config) -> bool:
     path = cfg.point_dir / "train.json"
     if not path.exists() or checkpoint.newest(cfg.point_dir / "checkpoints") is None:
         return False
-    return read_json(path).get("train_identity") == digest(cfg.point_identity)
+    return read_object(path).get("train_identity") == digest(cfg.point_identity)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:

@@ -18,7 +18,7 @@ from eagle3_train.train import checkpoint
 
 def open_store(cfg: Config) -> Store:
     """The training store, checked against the configuration before any work."""
-    store = Store.open(cfg.paths.store)
+    store = Store.open(cfg.paths.store).require_whole()
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])

@@ -1,6 +1,6 @@
 """The speculators library loads an exported head and computes our logits.
 
-`benchmarks/peers.sh` makes an environment with it; EAGLE3_SPECULATORS_PYTHON names its interpreter.
+`benchmarks/contenders/install.sh` makes an environment with it; EAGLE3_SPECULATORS_PYTHON names its interpreter.
 """
 
 from __future__ import annotations

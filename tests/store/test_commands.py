@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_train.store import shard_name
+from eagle3_train.store import Store, shard_name
 from eagle3_train.store.commands import main
 
 from .helpers import capture, make_sequence, make_spec, make_store
@@ -27,6 +27,8 @@ def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert " ".join(map(str, expected.input_ids[:24])) in text
     spans = text.split("supervised  ")[1].split("\n")[0]
     covered = [t for span in spans.split(", ") for t in range(int(span.split("..")[0]), int(span.split("..")[1]) + 1)]
+    with pytest.raises(ValueError, match=r"--rows 999: .* has rows 0 to 22"):
+        main(["sample", str(tmp_path), "--rows", "999"])
     assert covered == expected.loss_mask.nonzero()[0].tolist()
 
 
@@ -37,8 +39,11 @@ def test_finalize_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["finalize", str(tmp_path)]) == 0
     assert main(["verify", str(tmp_path)]) == 0
     assert "sound, 4 shards, 23 rows" in capsys.readouterr().out
+    Store.open(tmp_path).require_whole()
     (tmp_path / shard_name(2, 4)).unlink()
+    with pytest.raises(ValueError, match=r"shard-00002-of-00004\.parquet has 0 of .* bytes: run eagle3 capture again"):
+        Store.open(tmp_path).require_whole()
     assert main(["verify", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert "shard-00002-of-00004.parquet: is missing\n    repair: eagle3 capture" in text
-    assert "1 problems" in text
+    assert "1 problem in" in text

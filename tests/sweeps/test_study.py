@@ -151,6 +151,11 @@ def test_sigterm_says_how_to_go_on(bench: Bench) -> None:
     seen = states(bench)
     assert [seen[name].state for name in ("prepare", *NAMES)] == ["done", "damaged", "queued"]
     assert f"{NAMES[0]}/config.yaml is damaged" in str(seen[NAMES[0]].reason)
+    (bench.study / NAMES[0] / "status.json").write_text("[1]")
+    assert "does not hold what it should" in str(states(bench)[NAMES[0]].reason)
+    moved = bench.study.parent / "moved"
+    bench.study.rename(moved)
+    assert {s.name: s.state for s in status.collect(moved)}["prepare"] == "done"
 
 
 def test_a_failing_point_stops_no_other_and_is_shown_with_its_log(bench: Bench) -> None:
