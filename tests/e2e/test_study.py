@@ -113,6 +113,7 @@ def test_done_work_is_not_repeated(study: tuple[Path, str], real_target: Path) -
     assert time.monotonic() - started < 120
 
 
+@pytest.mark.skipif("EAGLE3_TEST_SERVE" not in os.environ, reason="minutes on a CPU: EAGLE3_TEST_SERVE=1 asks for it")
 @pytest.mark.skipif(
     not os.environ.get("EAGLE3_VLLM_PYTHON") and importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed, and EAGLE3_VLLM_PYTHON names no interpreter that has it",
