@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eagle3_train.config import Config
 from eagle3_train.console import duration, size
-from eagle3_train.files import read_json
+from eagle3_train.files import read_json, read_object
 from launch import Job
 from sweeps import cost
 from sweeps.points import Point, Study
@@ -102,31 +102,37 @@ def _hours(cfg: Config, points: Iterable[Path], flops: float) -> str:
 
 
 class TimeLeft:
-    """Time of the points to come from that of the points that ran: a fixed part and one that grows with the work."""
+    """Time of the points to come from that of the points that ran: training grows with the work, decoding takes the
+    same for each point that is decoded, and the rest (start, replay) the same for all."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[float, float]] = []  # work, seconds
+        self._work = self._training = 0.0
+        self._decoding: list[float] = []
+        self._rest: list[float] = []
 
     def add(self, point: Point, seconds: float) -> None:
-        if seconds > 0:
-            self._seen.append((work(point.cfg), seconds))
+        """A point that took `seconds`; its result.json says on what. One that failed says nothing."""
+        path = point.dir / "result.json"
+        if seconds <= 0 or not path.is_file():
+            return
+        wall = read_object(path).get("wall_seconds", {})
+        training, decoding = wall.get("train", 0.0), wall.get("decode", 0.0)
+        self._work += work(point.cfg)
+        self._training += training
+        if decoding:
+            self._decoding.append(decoding)
+        self._rest.append(max(0.0, seconds - training - decoding))
 
     def text(self, rest: list[Point]) -> str:
-        if not rest or not self._seen:
+        if not rest or not self._rest:
             return ""
         return f", about {duration(self.seconds(rest))} for the other {len(rest)}"
 
     def seconds(self, rest: list[Point]) -> float:
-        """Least squares of seconds = fixed + rate * work; proportional where all points seen had the same work."""
-        n = len(self._seen)
-        mean_work = sum(w for w, _ in self._seen) / n
-        mean_seconds = sum(s for _, s in self._seen) / n
-        spread = sum((w - mean_work) ** 2 for w, _ in self._seen)
-        rate = sum((w - mean_work) * (s - mean_seconds) for w, s in self._seen) / spread if spread else 0.0
-        if rate <= 0:
-            return sum(mean_seconds * work(p.cfg) / mean_work for p in rest)
-        fixed = max(0.0, mean_seconds - rate * mean_work)
-        return sum(fixed + rate * work(p.cfg) for p in rest)
+        fixed = len(rest) * sum(self._rest) / len(self._rest)
+        training = self._training * sum(work(p.cfg) for p in rest) / self._work if self._work else 0.0
+        decoded = sum(p.cfg.eval.decode and bool(p.cfg.eval.decode_tasks) for p in rest)
+        return fixed + training + (decoded * sum(self._decoding) / len(self._decoding) if self._decoding else 0.0)
 
 
 def work(cfg: Config) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
 
 from eagle3_train import config
+from eagle3_train.files import write_json
 from sweeps.estimate import TimeLeft, describe
 from sweeps.points import Study, literal, plan
 
@@ -141,11 +144,13 @@ def test_the_plan_says_what_it_will_take() -> None:
     assert "(4 sequences, 50 steps, decoded too)" in text
 
 
-def test_time_left_is_a_fixed_part_and_one_that_grows_with_the_work(default: Study) -> None:
+def test_time_left_knows_what_grows_with_the_work_and_what_does_not(tmp_path: Path) -> None:
     time_left = TimeLeft()
-    one, two, four, eight = default.points[::2]
-    assert time_left.text([eight]) == ""
+    one, two, four, eight = plan([f"paths.outputs={tmp_path}"]).points[::2]
     time_left.add(one, 20.0)
-    assert time_left.seconds([two]) == pytest.approx(40.0)  # one point: proportional
-    time_left.add(two, 30.0)
-    assert time_left.seconds([four, eight]) == pytest.approx(50.0 + 90.0)  # 10 s + 10 s a scale
+    assert time_left.text([eight]) == ""  # it failed: it says nothing
+    write_json(one.dir / "result.json", {"wall_seconds": {"train": 10.0, "replay": 1.0, "decode": 60.0}})
+    time_left.add(one, 75.0)
+    assert time_left.seconds([two, four]) == pytest.approx(5 + 20 + 5 + 40)
+    assert time_left.seconds([eight]) == pytest.approx(5 + 80 + 60)  # decoded too
+    assert "about 2m25s for the other 1" in time_left.text([eight])
