@@ -144,16 +144,16 @@ def _name(dtype: torch.dtype) -> str:
 def _state(path: str, wanted: StoreSpec) -> tuple[bool, list[int]]:
     """Whether the store at `path` is finished, and the shards still to be captured."""
     try:
-        found = Store.open(path).spec
+        store = Store.open(path)
     except ValueError:  # no manifest: nothing is there, or not all of it
         return False, missing_shards(path, wanted.n_shards, wanted, MAY_DIFFER)
-    if differences := found.differences(wanted, MAY_DIFFER):
+    if differences := store.spec.differences(wanted, MAY_DIFFER):
         raise ValueError(
             f"the store {path} was captured otherwise ({'; '.join(differences)}). Keep it and write another one with "
             f"paths.store=FOLDER (or study.name=NAME), or remove it: rm -r {path}"
         )
     if not (missing := missing_shards(path, wanted.n_shards)):
-        Store.open(path).require_whole()
+        store.require_whole()
     return True, missing
 
 

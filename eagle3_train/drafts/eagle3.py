@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.attention import attend
-from eagle3_train.drafts.base import Draft, DraftState, StepLoss, TargetPart
+from eagle3_train.drafts.base import DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
 from eagle3_train.drafts.layer import Dims, Layer, RMSNorm, Rotary, rope_inverse_frequencies
+from eagle3_train.drafts.on_target import TargetHead
 from eagle3_train.drafts.vocab import DraftVocab
 
 
@@ -47,27 +48,17 @@ class _Memory:
         return torch.stack(self.keys), torch.stack(self.values)
 
 
-class Eagle3(Draft):
+class Eagle3(TargetHead):
     """The EAGLE-3 draft head."""
 
-    # of the target, never trained
-    embed_tokens: Tensor  # [V, H]
-    target_norm: Tensor  # [H]
-    target_rows: Tensor  # [D, H]: the target's lm_head at the draft vocabulary
-    vocab_ids: Tensor  # [D] int64
-    in_vocab: Tensor  # [V] bool
-
     def __init__(self, cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> None:
-        super().__init__()
-        self.steps = cfg.steps
+        super().__init__(cfg, target, vocab, n_inputs)
         self.attention = cfg.attention
         self.recompute, self.compiled = cfg.recompute, cfg.compile
-        self.vocab = vocab
         self.layer_config = target.config  # what the layer is built like: sizes and rotary embedding
         whole = Dims.of_target(target.config)
         options = cfg.eagle3
         self.dims = dims = whole.resized(options.hidden_size, options.intermediate_size)
-        self.n_layers, self.hidden_size = n_inputs + 1, whole.hidden
         resized = dims.hidden != whole.hidden
         embedded = target.embed_tokens.shape[1]  # a published head of another width brings its own embedding
         self.embed_proj = nn.Linear(embedded, dims.hidden, bias=False) if embedded != dims.hidden else None
@@ -84,25 +75,12 @@ class Eagle3(Draft):
         through = resized and cfg.init_lm_head == "target"
         self.head_proj = nn.Linear(dims.hidden, whole.hidden, bias=False) if through else None
         self.lm_head = nn.Linear(whole.hidden if through else dims.hidden, len(vocab.ids), bias=False)
-        ids = torch.from_numpy(vocab.ids)
-        frozen = {
-            "embed_tokens": target.embed_tokens.float(),
-            "target_norm": target.norm_weight.float(),
-            "target_rows": target.lm_head[ids].float(),
-            "vocab_ids": ids,
-            "in_vocab": torch.from_numpy(vocab.t2d),
-        }
-        for name, tensor in frozen.items():
-            self.register_buffer(name, tensor, persistent=False)
         self.rotary = Rotary(rope_inverse_frequencies(target.config, dims.head_dim))
-        self.frozen_parameters = self.embed_tokens.numel()
         self._initialise(cfg, target)
         self.lm_head.weight.requires_grad_(options.lm_head == "trained")
 
     def _initialise(self, cfg: DraftConfig, target: TargetPart) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        self.randomise()
         with torch.no_grad():
             if cfg.init_lm_head == "target":
                 self.lm_head.weight.copy_(self.target_rows)
@@ -233,19 +211,6 @@ class Eagle3(Draft):
             return checkpoint(layer.finish, hidden, normed, attended, use_reentrant=False, preserve_rng_state=False)
         return layer.finish(hidden, normed, attended)
 
-    @torch.no_grad()
-    def target_probabilities(self, batch: DraftBatch) -> Tensor:
-        """[M, D]: the target's distributions at step 0's anchors + 1, over the draft vocabulary, renormalised."""
-        first = plan_rows(find_segments(batch.loss_mask, batch.starts), 1, batch.input_ids.device)[0]
-        final = batch.hidden[first.anchors + 1, -1]
-        wide = torch.promote_types(final.dtype, torch.float32)
-        normed = F.rms_norm(final, (self.hidden_size,), self.target_norm.to(final.dtype), self.dims.eps)
-        return F.linear(normed, self.target_rows.to(normed.dtype)).to(wide).softmax(-1).to(normed.dtype)
-
-    def kept_targets(self, batch: DraftBatch) -> Tensor:
-        known = batch.target_argmax >= 0
-        return known & self.in_vocab[batch.target_argmax.clamp(min=0)]
-
     def forward(self, batch: DraftBatch, loss: StepLoss) -> Tensor:
         targets = self.target_probabilities(batch)
         kept = loss.select(self.kept_targets(batch))
@@ -346,9 +311,6 @@ class Eagle3(Draft):
             hidden = layer.finish(hidden, normed, attended[0].transpose(0, 1))
         output = self._output(hidden)
         return output, self.lm_head(self._readout(output))
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.vocab_ids[draft_ids]
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 

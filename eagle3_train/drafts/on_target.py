@@ -20,8 +20,8 @@ from eagle3_train.drafts.vocab import DraftVocab
 Step = tuple[int, StepRows, Tensor, Tensor]
 
 
-class OnTarget(Draft):
-    """A head over the target's frozen ends. A subclass gives `unroll`, `head_weight` and the drafting steps."""
+class TargetHead(Draft):
+    """What every head has of its target: the frozen ends, and what they give a batch."""
 
     # of the target, never trained
     embed_tokens: Tensor  # [V, H]
@@ -30,13 +30,13 @@ class OnTarget(Draft):
     vocab_ids: Tensor  # [D] int64
     in_vocab: Tensor  # [V] bool
 
+    dims: Dims  # of the head's own layers; a subclass sets them
+
     def __init__(self, cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> None:
         super().__init__()
         self.steps = cfg.steps
-        self.trained_steps = cfg.steps
         self.vocab = vocab
-        self.dims = dims = Dims.of_target(target.config)
-        self.n_layers, self.hidden_size = n_inputs + 1, dims.hidden
+        self.n_layers, self.hidden_size = n_inputs + 1, int(target.config["hidden_size"])
         ids = torch.from_numpy(vocab.ids)
         frozen = {
             "embed_tokens": target.embed_tokens.float(),
@@ -48,6 +48,43 @@ class OnTarget(Draft):
         for name, tensor in frozen.items():
             self.register_buffer(name, tensor, persistent=False)
         self.frozen_parameters = self.embed_tokens.numel()
+
+    def kept_targets(self, batch: DraftBatch) -> Tensor:
+        known = batch.target_argmax >= 0
+        return known & self.in_vocab[batch.target_argmax.clamp(min=0)]
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return self.vocab_ids[draft_ids]
+
+    def normed_final(self, final: Tensor) -> Tensor:
+        """The target's final norm over its last pre-norm states, any shape [..., H]: what its own head reads."""
+        return F.rms_norm(final, (self.hidden_size,), self.target_norm.to(final.dtype), self.dims.eps)
+
+    @torch.no_grad()
+    def target_probabilities(self, batch: DraftBatch) -> Tensor:
+        """[M, D]: the target's distributions at step 0's anchors + 1, over the draft vocabulary, renormalised."""
+        first = plan_rows(find_segments(batch.loss_mask, batch.starts), 1, batch.input_ids.device)[0]
+        normed = self.normed_final(batch.hidden[first.anchors + 1, -1])
+        wide = torch.promote_types(normed.dtype, torch.float32)
+        return F.linear(normed, self.target_rows.to(normed.dtype)).to(wide).softmax(-1).to(normed.dtype)
+
+    def randomise(self) -> None:
+        """All linear maps at random, 1 / sqrt(inputs) wide."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+
+class OnTarget(TargetHead):
+    """A head whose steps each meet an output head of their own. A subclass gives `unroll`, `head_weight` and the
+    drafting steps."""
+
+    def __init__(self, cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> None:
+        super().__init__(cfg, target, vocab, n_inputs)
+        self.trained_steps = cfg.steps
+        self.dims = Dims.of_target(target.config)
 
     # -- what a subclass gives ----------------------------------------------------------------------------------------
 
@@ -100,33 +137,6 @@ class OnTarget(Draft):
             drafted[rows.anchors, i] = self.target_ids(best)
         return drafted
 
-    def kept_targets(self, batch: DraftBatch) -> Tensor:
-        known = batch.target_argmax >= 0
-        return known & self.in_vocab[batch.target_argmax.clamp(min=0)]
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.vocab_ids[draft_ids]
-
-    def normed_final(self, final: Tensor) -> Tensor:
-        """The target's final norm over its last pre-norm states, any shape [..., H]: what its own head reads."""
-        return F.rms_norm(final, (self.dims.hidden,), self.target_norm.to(final.dtype), self.dims.eps)
-
-    @torch.no_grad()
-    def target_probabilities(self, batch: DraftBatch) -> Tensor:
-        """[M, D]: the target's distributions at step 0's anchors + 1, over the draft vocabulary, renormalised."""
-        first = plan_rows(find_segments(batch.loss_mask, batch.starts), 1, batch.input_ids.device)[0]
-        normed = self.normed_final(batch.hidden[first.anchors + 1, -1])
-        wide = torch.promote_types(normed.dtype, torch.float32)
-        return F.linear(normed, self.target_rows.to(normed.dtype)).to(wide).softmax(-1).to(normed.dtype)
-
     def next_embeddings(self, batch: DraftBatch) -> Tensor:
         """[N, H]: of x_{t+1} at each position t. A document's last one borrows its neighbour's: no anchor sees it."""
         return F.embedding(batch.input_ids.roll(-1), self.embed_tokens).to(batch.hidden.dtype)
-
-    def randomise(self) -> None:
-        """All linear maps at random, 1 / sqrt(inputs) wide."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
