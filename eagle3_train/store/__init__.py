@@ -8,7 +8,9 @@ from .manifest import Manifest, ShardEntry, finalize
 from .origin import expect_origin, write_origin
 from .plan import BatchPlan, prefix_for_tokens
 from .reader import Store, concatenate
+from .rolling import Rolling, RollingStore, is_rolling, write_rolling
 from .schema import CONVENTION, Sequence, StoreSpec
+from .stream import Course, Stream
 from .target import TargetPart, read_target_part, write_target_part
 from .transform import merge, prune
 from .verify import Problem
@@ -17,20 +19,25 @@ from .writer import ShardWriter, missing_shards, shard_name, shard_rows
 __all__ = [
     "CONVENTION",
     "BatchPlan",
+    "Course",
     "Index",
     "Loader",
     "Manifest",
     "Problem",
+    "Rolling",
+    "RollingStore",
     "Sequence",
     "ShardEntry",
     "ShardWriter",
     "Store",
     "StoreSpec",
+    "Stream",
     "TargetPart",
     "concatenate",
     "expect_origin",
     "finalize",
     "inside",
+    "is_rolling",
     "merge",
     "missing_shards",
     "prefix_for_tokens",
@@ -40,5 +47,6 @@ __all__ = [
     "shard_rows",
     "token_counts",
     "write_origin",
+    "write_rolling",
     "write_target_part",
 ]

@@ -87,8 +87,9 @@ class Loader:
     def _run(self) -> None:
         try:
             for step in range(self._start, len(self._plan)):
-                rows = self._plan.rank_rows(step, self._rank, self._world)
-                sequences = self._store.read_batch(rows, self._readers)
+                sequences = self._store.read_step(
+                    self._plan, step, self._rank, self._world, self._readers, self._closed.is_set
+                )
                 self._queue.put((step, sequences))
                 if self._closed.is_set():
                     return

@@ -18,7 +18,8 @@ import torch
 from .codec import DTYPES, decode, read_dtype
 from .folder import Folder, RangeReader
 from .index import Index
-from .manifest import Manifest
+from .manifest import Manifest, ShardEntry
+from .plan import BatchPlan
 from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
 from .verify import Problem, verify
 from .writer import PREFIX, remedy
@@ -36,10 +37,11 @@ class Store:
     The small columns are decoded a row group at a time and kept in a small cache. Threads may share a store.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.index = Index(folder, manifest.rows)
-        self._columns = [f.name for f in arrow_schema(manifest.spec) if f.name != HIDDEN]
+    manifest: Manifest  # not of a rolling store
+
+    def __init__(self, folder: Folder, spec: StoreSpec, fingerprint: str, index: Index) -> None:
+        self.folder, self.spec, self.fingerprint, self.index = folder, spec, fingerprint, index
+        self._columns = [f.name for f in arrow_schema(spec) if f.name != HIDDEN]
         self._shards: _Cache[int, _Shard] = _Cache(OPEN_SHARDS, lambda _: 1)
         self._groups: _Cache[tuple[int, int], _Group] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)
 
@@ -47,18 +49,13 @@ class Store:
     def open(cls, path: str | Path) -> Store:
         """Reads the manifest and the index's footer; no shard. ValueError says what is wrong and the way out."""
         folder = Folder(path)
-        return cls(folder, Manifest.read(folder))
-
-    @property
-    def spec(self) -> StoreSpec:
-        return self.manifest.spec
-
-    @property
-    def fingerprint(self) -> str:
-        return self.manifest.fingerprint
+        manifest = Manifest.read(folder)
+        store = cls(folder, manifest.spec, manifest.fingerprint, Index(folder, manifest.rows))
+        store.manifest = manifest
+        return store
 
     def __len__(self) -> int:
-        return self.manifest.rows
+        return self.spec.n_rows
 
     def expect(self, **wanted: Any) -> None:
         """Compare fields of the spec (`target_hash=`, `tokenizer_hash=`, `layer_ids=`, `dtype=` ...) before any work.
@@ -151,15 +148,44 @@ class Store:
                 decode(stored, torch.from_numpy(scale).view(n_tokens, -1), batch[start:end])
             return Sequence(hidden=batch[start:end], **values)
 
-        columns = (wanted, lengths, ends, *(a[wanted] for a in (index.shard, index.row_group, index.row, index.offset)))
+        columns = (wanted, lengths, ends, *self._places(wanted))
         calls = [column.tolist() for column in columns]
         if readers == 1:
             return list(map(read_row, *calls))
         with ThreadPoolExecutor(readers, "store-reader") as pool:
             return list(pool.map(read_row, *calls))
 
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Shard, row group, row in it, and offset of the states, of each row."""
+        index = self.index
+        return index.shard[rows], index.row_group[rows], index.row[rows], index.offset[rows]
+
     def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self.manifest, number)
+        return _Shard(self.folder, self.manifest.shards[number], number)
+
+    def read_step(
+        self, plan: BatchPlan, step: int, rank: int, world: int, readers: int, cancelled: Callable[[], bool]
+    ) -> list[Sequence]:
+        """A rank's share of a step. `cancelled`: ends the waiting of a store that has to wait (`RollingStore`)."""
+        return self.read_batch(plan.rank_rows(step, rank, world), readers)
+
+    # What only a store that rolls has to do (`RollingStore`), and training asks of any.
+
+    def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
+        """A training run reads on from `step`. `is_main`: it is this process that tells others."""
+
+    def needs_checkpoint(self, saved: int, step: int) -> bool:
+        """Whether the store must keep less once a checkpoint of `step` is on disk, than with that of `saved`."""
+        return False
+
+    def release(self, step: int) -> None:
+        """Close what no step from `step` on reads: on every rank, before a checkpoint of `step` is saved."""
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of `step` is on disk."""
+
+    def finished(self, run: str, session: str) -> None:
+        """The run reads no more, now or later."""
 
     def verify(self, progress: Callable[[int], None] = lambda n_bytes: None) -> list[Problem]:
         """Check every byte and every value; an empty list is a sound store. `progress` is told of bytes checked."""
@@ -185,8 +211,7 @@ def concatenate(sequences: list[Sequence]) -> torch.Tensor:
 class _Shard:
     """An open shard. It is closed when the last thread that uses it lets go."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
-        entry = manifest.shards[number]
+    def __init__(self, folder: Folder, entry: ShardEntry, number: int) -> None:
         self.number, self.where = number, folder.show(entry.name)
         try:
             self._ranges = RangeReader(folder, entry.name)
@@ -256,3 +281,11 @@ class _Cache(Generic[K, V]):
             while self._total > self._capacity and len(self._values) > 1:
                 self._total -= self._weight(self._values.popitem(last=False)[1])
         return value
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def drop(self, wanted: Callable[[K], bool]) -> None:
+        with self._lock:
+            for key in [key for key in self._values if wanted(key)]:
+                self._total -= self._weight(self._values.pop(key))
