@@ -118,9 +118,15 @@ class RegenerateConfig:
 
 @dataclass
 class StoreConfig:
+    # whole: captured before training; rolling: while it trains, in a bounded room (docs/rolling.md)
+    mode: str = "whole"
     dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32 | fp8
     transcript_dtype: str = "fp32"  # of the evaluation transcripts: fp32 makes replay equal fp32 decoding exactly
     row_group_mib: int = 32
+    # rolling:
+    cap_gib: float | None = None  # training states on disk at any time, at most
+    later_epochs: str = "recapture"  # recapture | fp8: they read fp8 copies, which stay within the cap
+    silent_minutes: float = 30.0  # of the other side, while this one waits for it: then it gives up
 
 
 @dataclass
@@ -129,6 +135,8 @@ class DataConfig:
 
     scale: float = 1.0  # multiple of data.base_sequences
     base_sequences: int = 32  # sequences at 1x
+    # Sequences shuffled together: windows of so many neighbours, one after the other; null: all of a whole store
+    window: int | None = None
 
     @property
     def sequences(self) -> int:
@@ -381,6 +389,22 @@ class SlurmConfig:
 
 
 @dataclass
+class CoupledConfig:
+    """store.mode=rolling: capture and training at the same time, and what each has of a machine."""
+
+    workers: int = 1  # processes that capture
+    points_at_once: int = 1  # points that train at the same time, and share the passes over the store
+    # threads of all capture workers, and of all points; null: each process takes what torch finds
+    capture_threads: int | None = None
+    train_threads: int | None = None
+    # GPUs of the workers and of the points, by number, shared out evenly; empty: all of them see all
+    capture_gpus: list[int] = field(default_factory=list)
+    train_gpus: list[int] = field(default_factory=list)
+    restarts: int = 10  # of a process that was killed from outside
+    session: str = ""  # set by a study: which runs share a pass; by hand, the one run that the command describes
+
+
+@dataclass
 class LaunchConfig:
     kind: str = "local"  # local | torchrun | slurm
     nproc_per_node: int = 1  # processes on each node
@@ -388,6 +412,7 @@ class LaunchConfig:
     rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
     tflops: float | None = None  # sustained by one process, for the hours in the plan; null: as measured, once it is
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    rolling: CoupledConfig = field(default_factory=CoupledConfig)
 
 
 @dataclass
@@ -437,17 +462,48 @@ class Config:
         capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
+        data = asdict(self.data)
+        _drop_defaults(data, DataConfig(), ("window",))
+        # What is read in a rolling store is what is read in a whole one, but for copies that are rounded.
+        copies = {"later_epochs": "fp8"} if self.reads_copies else {}
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
-            "data": asdict(self.data),
+            "data": data | copies,
             "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
             "seed": self.seed,
         }
+
+    @property
+    def rolls(self) -> bool:
+        return self.store.mode == "rolling"
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether later epochs read fp8 copies of what the first reads."""
+        return self.rolls and self.store.later_epochs == "fp8"
+
+    @property
+    def reading(self) -> dict[str, int | None]:
+        """What decides when a point reads which rows: arguments of its `BatchPlan`, with the number of its rows."""
+        steps = self.train.steps if self.train.regime == "steps" else None
+        return {
+            "rows": self.data.sequences,
+            "seed": self.seed,
+            "batch_tokens": self.train.batch_tokens,
+            "epochs": self.train.epochs if self.train.regime == "epochs" else None,
+            "steps": steps,
+            "window": self.data.window,
+        }
+
+    @property
+    def session_file(self) -> Path:
+        """The runs that share the passes of a session over a rolling store: name -> `reading`."""
+        return Path(self.paths.study) / "rolling" / f"{self.launch.rolling.session}.json"
 
     @property
     def data_identity(self) -> dict[str, Any]:
@@ -529,6 +585,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "capture.backend": ("hf", "vllm"),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
+    "store.mode": ("whole", "rolling"),
+    "store.later_epochs": ("recapture", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
     "draft.kind": tuple(sorted(HEADS)),
     "draft.eagle1.inputs": ("final", "fused"),
@@ -560,6 +618,7 @@ POSITIVE = (
     "capture.cache_gib",
     "regenerate.batch",
     "store.row_group_mib",
+    "store.silent_minutes",
     "data.base_sequences",
     "data.scale",
     "draft.steps",
@@ -588,11 +647,15 @@ POSITIVE = (
     "launch.slurm.points_at_once",
     "launch.slurm.capture_jobs",
     "launch.slurm.attempts",
+    "launch.rolling.workers",
+    "launch.rolling.points_at_once",
 )
 
 
 POSITIVE_IF_SET = (
     "corpus.sequences",
+    "store.cap_gib",
+    "data.window",
     "corpus.near_duplicates",
     "corpus.contamination_words",
     "regenerate.conversations",
@@ -605,6 +668,8 @@ POSITIVE_IF_SET = (
     "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
+    "launch.rolling.capture_threads",
+    "launch.rolling.train_threads",
     "serve.steps",
 )
 NOT_NEGATIVE = (
@@ -759,6 +824,10 @@ def check(cfg: Config) -> None:
             f"train.batch_tokens={cfg.train.batch_tokens} is below corpus.max_length={cfg.corpus.max_length}: "
             "one sequence would not fit a batch; raise the former or lower the latter"
         )
+    if cfg.rolls and cfg.store.cap_gib is None:
+        raise ValueError("store.mode=rolling needs a cap: store.cap_gib=GIB of training states on disk at any time")
+    if cfg.reads_copies and cfg.store.dtype == "fp8":
+        raise ValueError("store.later_epochs=fp8 keeps fp8 copies, and store.dtype is fp8 already: raise store.cap_gib")
     launch = cfg.launch
     if launch.kind == "torchrun" and launch.rendezvous is None:
         raise ValueError("launch=torchrun needs launch.rendezvous=HOST:PORT of one of the nodes, the same on all nodes")

@@ -102,6 +102,14 @@ def capture(call: Call) -> int:
     return 0
 
 
+def roll(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.capture import roll as roll_store
+
+    roll_store(cfg, rank=_rank(), world=int(os.environ.get("WORLD_SIZE", "1")))
+    return 0
+
+
 def train(call: Call) -> int:
     cfg = call.config()
     if cfg.dry_run:
@@ -278,10 +286,16 @@ def study(call: Call) -> int:
         return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
 
-    done = run_study(call.overrides, verify=_check_trackers)
+    done = run_study(call.overrides, verify=_check_trackers, share=_share_passes)
     if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
         _report([point.dir for point in done.study.points], done.study.dir)
     return bool(done.failed)
+
+
+def _share_passes(cfg: Config, readings: dict[str, dict[str, Any]]) -> list[list[str]]:
+    from eagle3_train.capture import share_passes
+
+    return [list(group) for group in share_passes(cfg, readings)]
 
 
 def _check_trackers(cfg: Config) -> None:
@@ -423,6 +437,24 @@ STEPS: dict[str, Step] = {
             "eagle3 capture capture=vllm                  by vLLM, at the speed of its prefill",
             "eagle3 capture capture.batch_tokens=16384 device=cuda",
         ),
+        is_job=True,
+    ),
+    "roll": Step(
+        roll,
+        "with store.mode=rolling: capture shards while points train on them, and delete what no point needs any more",
+        "what `prepare` and `capture` wrote, and the marks that the points leave in the store",
+        "<study>/store/shard-*.parquet, at most store.cap_gib of them at any time",
+        (
+            "store.mode",
+            "store.cap_gib",
+            "store.later_epochs",
+            "store.silent_minutes",
+            "data.window",
+            "capture.shards",
+            "capture.backend",
+            "launch.nproc_per_node",
+        ),
+        ("eagle3 roll store.mode=rolling store.cap_gib=2 data.window=16    while `eagle3 train` runs with the same",),
         is_job=True,
     ),
     "train": Step(

@@ -14,7 +14,7 @@ from .stream import Course, Stream
 from .target import TargetPart, read_target_part, write_target_part
 from .transform import merge, prune
 from .verify import Problem
-from .writer import ShardWriter, missing_shards, shard_name, shard_rows
+from .writer import ShardWriter, check_spec, missing_shards, shard_name, shard_number, shard_rows
 
 __all__ = [
     "CONVENTION",
@@ -33,6 +33,7 @@ __all__ = [
     "StoreSpec",
     "Stream",
     "TargetPart",
+    "check_spec",
     "concatenate",
     "expect_origin",
     "finalize",
@@ -44,6 +45,7 @@ __all__ = [
     "prune",
     "read_target_part",
     "shard_name",
+    "shard_number",
     "shard_rows",
     "token_counts",
     "write_origin",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,9 +34,6 @@ ROLLING, KEPT = "rolling.json", "kept"
 MAY_DIFFER = ("generator",)  # a shard that another version of the code wrote is a shard of this store
 POLL_S, REMOTE_POLL_S = 0.05, 1.0  # between tries to open a shard
 LOOK_S = 5.0  # between looks at what the workers say
-ROWS_SCHEMA = pa.schema(
-    [("sample_id", pa.string()), ("source", pa.string()), ("n_tokens", pa.int32()), ("n_supervised", pa.int32())]
-)
 
 
 @dataclass(frozen=True)
@@ -67,25 +63,28 @@ class Rolling:
                 f"{folder.show(ROLLING)} is damaged ({e!r}): delete it and run eagle3 capture again, which writes it"
             ) from e
 
+    @classmethod
+    def of(cls, spec: StoreSpec, rows: pa.Table) -> Rolling:
+        """`rows`: sample_id, source, n_tokens, n_supervised of all rows, in the store's order."""
+        return cls(
+            fingerprint=spec.fingerprint(rows_digest(rows)),
+            spec=spec,
+            rows=len(rows),
+            tokens=int(pc.sum(rows["n_tokens"]).as_py()),
+            supervised_tokens=int(pc.sum(rows["n_supervised"]).as_py()),
+            shard_bytes=_most_bytes(spec, rows),
+            kept_bytes=_most_bytes(kept_spec(spec), rows),
+        )
 
-def write_rolling(path: str | Path, spec: StoreSpec, rows: pa.Table, counts: np.ndarray) -> Rolling:
-    """Make `path` a rolling store. `rows`: of `ROWS_SCHEMA`, in the store's order; `counts` [V]: supervised tokens by
-    id, over all rows."""
+
+def write_rolling(path: str | Path, rolling: Rolling, rows: pa.Table, counts: np.ndarray) -> None:
+    """Make `path` a rolling store, of these rows (see `Rolling.of`); `counts` [V]: supervised tokens of them by id."""
     folder = Folder(path)
-    rolling = Rolling(
-        fingerprint=spec.fingerprint(rows_digest(rows)),
-        spec=spec,
-        rows=len(rows),
-        tokens=int(pc.sum(rows["n_tokens"]).as_py()),
-        supervised_tokens=int(pc.sum(rows["n_supervised"]).as_py()),
-        shard_bytes=_most_bytes(spec, rows),
-        kept_bytes=_most_bytes(kept_spec(spec), rows),
-    )
     folder.write(INDEX, parquet_bytes(rows))
     write_counts(folder, rolling.fingerprint, counts)
-    value = {"schema_version": SCHEMA_VERSION, **asdict(rolling), "spec": _without_version(spec)}
+    spec = {name: value for name, value in rolling.spec.to_json().items() if name != "schema_version"}
+    value = {"schema_version": SCHEMA_VERSION, **asdict(rolling), "spec": spec}
     folder.write(ROLLING, (json.dumps(value, indent=1) + "\n").encode())
-    return rolling
 
 
 def is_rolling(path: str | Path) -> bool:
@@ -97,10 +96,6 @@ def is_rolling(path: str | Path) -> bool:
 def kept_spec(spec: StoreSpec) -> StoreSpec:
     """Of the fp8 copies that later epochs read."""
     return replace(spec, dtype="fp8")
-
-
-def _without_version(spec: StoreSpec) -> dict[str, Any]:
-    return {name: value for name, value in spec.to_json().items() if name != "schema_version"}
 
 
 def _most_bytes(spec: StoreSpec, rows: pa.Table) -> tuple[int, ...]:
@@ -192,7 +187,7 @@ class RollingStore(Store):
             self._sign.say(mark=self._course.mark(step), step=step)
 
     def finished(self, run: str, session: str) -> None:
-        sign = self._sign or Sign(self.folder, READERS, run, session=session, mark=0, step=0)
+        sign = self._sign or Sign(self.folder, READERS, run, session=session, mark=0, step=0, doing="ending")
         sign.close(ended=True, doing="finished")
         self._sign = None
 

@@ -12,13 +12,17 @@ from eagle3_train import drafts
 from eagle3_train.config import Config, digest
 from eagle3_train.drafts import Draft, DraftVocab, Eagle3
 from eagle3_train.export import HeadSource, read_published, start_from
-from eagle3_train.store import Store, expect_origin, read_target_part, token_counts
+from eagle3_train.store import RollingStore, Store, expect_origin, is_rolling, read_target_part, token_counts
 from eagle3_train.train import checkpoint
 
 
 def open_store(cfg: Config) -> Store:
     """The training store, checked against the configuration before any work."""
-    store = Store.open(cfg.paths.store).require_whole()
+    store: Store
+    if cfg.rolls and is_rolling(cfg.paths.store):
+        store = RollingStore.open(cfg.paths.store, cfg.store.silent_minutes, cfg.reads_copies)
+    else:
+        store = Store.open(cfg.paths.store).require_whole()
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])

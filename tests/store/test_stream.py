@@ -1,4 +1,4 @@
-"""The room that a rolling store needs and gives out, against a simulation of runs and workers in any order of events."""
+"""The room that a rolling store needs and gives out, against a simulation of runs and workers in any order."""
 
 from __future__ import annotations
 
