@@ -27,7 +27,7 @@ from .plan import BatchPlan
 from .reader import Store, _Shard
 from .schema import SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
 from .signs import READERS, WORKERS, Sign, Watch, read_signs
-from .stream import Course, shard_of
+from .stream import Course, shards_of
 from .writer import MAX_ROW_GROUP_ROWS, remedy, shard_rows
 
 ROLLING, KEPT = "rolling.json", "kept"
@@ -197,7 +197,7 @@ class RollingStore(Store):
         """Waits for the shards of the whole batch, not of this rank's rows alone: ranks that wait together meet no time
         limit of a collective."""
         epochs = plan.batch_epochs(step)
-        shards = shard_of(plan.batch(step), len(self), self.spec.n_shards)
+        shards = shards_of(plan.batch(step), len(self), self.spec.n_shards)
         self._last_use = max(self._last_use, int((epochs * self.spec.n_shards + shards).max()))
         later = epochs > 0 if self._later is not self else np.zeros(len(epochs), bool)
         for store, wanted in ((self, shards[~later]), (self._later, shards[later])):
@@ -255,7 +255,7 @@ class RollingStore(Store):
         return entry, part
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-        shards = shard_of(rows, len(self), self.spec.n_shards)
+        shards = shards_of(rows, len(self), self.spec.n_shards)
         places = np.empty((3, len(rows)), np.int64)
         for shard in np.unique(shards).tolist():
             if shard not in self._entries:

@@ -16,9 +16,9 @@ from .plan import BatchPlan
 Marks = Mapping[str, int]  # run -> its mark
 
 
-def shard_of(row: int | np.ndarray, n_rows: int, n_shards: int) -> int | np.ndarray:
-    """The shard that holds `row`: the inverse of `shard_rows`."""
-    return ((row + 1) * n_shards - 1) // n_rows
+def shards_of(rows: np.ndarray, n_rows: int, n_shards: int) -> np.ndarray:
+    """The shard that holds each row: the inverse of `shard_rows`."""
+    return ((rows + 1) * n_shards - 1) // n_rows
 
 
 class Course:
@@ -30,8 +30,8 @@ class Course:
         starts = np.arange(0, rows, window)
         self._plan, self._n_shards = plan, n_shards
         self._ends = np.cumsum(np.add.reduceat(plan.lengths, starts, dtype=np.int64))  # tokens, of the windows
-        self._first = shard_of(starts, n_rows, n_shards)  # shard of each window's first row
-        self._last = shard_of(np.minimum(starts + window, rows) - 1, n_rows, n_shards)
+        self._first = shards_of(starts, n_rows, n_shards)  # shard of each window's first row
+        self._last = shards_of(np.minimum(starts + window, rows) - 1, n_rows, n_shards)
         self.shards = int(self._last[-1]) + 1  # that hold the plan's rows
         epoch, within = divmod(plan.total_tokens - 1, plan.epoch_tokens)
         self.end = epoch * n_shards + int(self._last[np.searchsorted(self._ends, within, side="right")]) + 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_train.store import BatchPlan, Course, Stream, shard_rows
-from eagle3_train.store.stream import shard_of
+from eagle3_train.store.stream import shards_of
 
 settings.register_profile("store", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("store")
@@ -18,7 +18,7 @@ settings.load_profile("store")
 def test_the_shard_of_a_row_holds_it(rows: int, shards: int) -> None:
     for shard in range(shards):
         for row in shard_rows(rows, shards, shard):
-            assert shard_of(row, rows, shards) == shard
+            assert shards_of(np.array([row]), rows, shards) == shard
 
 
 class Run:
@@ -31,7 +31,7 @@ class Run:
         self.mark = self.course.mark(0)
 
     def shards(self) -> set[int]:
-        return set(shard_of(self.plan.batch(self.step), self.n_rows, self.n_shards).tolist())
+        return set(shards_of(self.plan.batch(self.step), self.n_rows, self.n_shards).tolist())
 
     def save(self) -> None:
         self.saved = self.step
