@@ -7,7 +7,7 @@ the estimate is an upper bound. FLOPs count a multiply-add twice, a backward pas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from eagle3_train.config import Config
 from eagle3_train.files import read_json
 from sweeps.heads import head_cost
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 TRAINING_BYTES = 12  # a parameter in a checkpoint: fp32 weight and AdamW's two moments
 
 
@@ -106,13 +106,27 @@ def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
     return epochs(cfg, data) * (6 * trained + frozen)
 
 
-def capture_flops(shape: Shape, data: Data) -> float:
-    return 2.0 * shape.parameters * data.tokens
+def capture_flops(shape: Shape, tokens: float) -> float:
+    return 2.0 * shape.parameters * tokens
 
 
-def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
-    """Hidden states of the training store: the head's inputs and the final state."""
-    return data.tokens * (n_inputs(cfg) + 1) * shape.hidden * BYTES[cfg.store.dtype]
+def store_bytes(cfg: Config, shape: Shape, data: Data, dtype: str | None = None) -> float:
+    """Hidden states of the training store: the head's inputs and the final state. `dtype`: in place of the store's."""
+    return data.tokens * (n_inputs(cfg) + 1) * shape.hidden * BYTES[dtype or cfg.store.dtype]
+
+
+def captured_tokens(points: Sequence[Config], data: Data, later_epochs: str) -> float:
+    """Tokens that a rolling store's workers capture for all points: those that train at the same time share their
+    passes, each as long as the longest of them needs; fp8 copies take the place of all but the first."""
+    reading = [cfg for cfg in points if cfg.train.regime != "none"]
+    at_once = points[0].launch.rolling.points_at_once
+    total = 0.0
+    for start in range(0, len(reading), at_once):
+        group = reading[start : start + at_once]
+        needs = [(data.first(cfg.data.sequences).tokens, epochs(cfg, data.first(cfg.data.sequences))) for cfg in group]
+        passes = math.ceil(max(n for _, n in needs)) if later_epochs == "recapture" else 1
+        total += sum(max(tokens * min(1.0, max(0.0, n - i)) for tokens, n in needs) for i in range(passes))
+    return total
 
 
 def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:

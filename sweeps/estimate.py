@@ -47,16 +47,35 @@ def _data(study: Study) -> str:
     if shape is None:
         return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
     flops = sum(cost.training_flops(p, shape, data.first(p.data.sequences)) for p in points)
+    tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
     supervised = f", {data.supervised:,.0f} of them supervised" if data.exact else ""  # known once it is prepared
     return "\n".join(
         [
             text + supervised,
             f"  disk: {at_most}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
             f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
-            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, "
+            *(_rolling(cfg, points, shape, data) if cfg.rolls else ()),
+            f"  compute: {at_most}{cost.capture_flops(shape, tokens):.2g} FLOPs to capture, "
             f"{at_most}{flops:.2g} to train all points{_hours(cfg, (p.dir for p in study.points), flops)}",
         ]
     )
+
+
+def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Data) -> list[str]:
+    """What a rolling store takes, with either way to feed later epochs."""
+    copies = cost.store_bytes(cfg, shape, data, "fp8")
+    lines = [
+        f"  rolling: at most {cfg.store.cap_gib:g} GiB of the hidden states at a time; windows of "
+        f"{cfg.data.window or 'all'} sequences; {cfg.launch.rolling.points_at_once} point(s) share a pass"
+    ]
+    for choice, room in (("recapture", "nothing"), ("fp8", f"{size(copies)} of copies")):
+        tokens = cost.captured_tokens(points, data, choice)
+        mark = " (chosen)" if choice == cfg.store.later_epochs else ""
+        lines.append(
+            f"    store.later_epochs={choice}{mark}: {tokens:,.0f} tokens captured, "
+            f"{cost.capture_flops(shape, tokens):.2g} FLOPs; keeps {room} within the cap for later epochs"
+        )
+    return lines
 
 
 def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
