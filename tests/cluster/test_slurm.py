@@ -125,7 +125,7 @@ def test_a_requeued_head_is_the_undisturbed_one_to_the_bit(bench: Bench, limited
     limit, the node of the other is set down."""
     write_chats(bench.folder / "chats.json")
     keys = (*overrides(bench.folder, tiny_target), "data.base_sequences=10", "data.scale=1", "draft.vocab_size=100")
-    keys = (*keys, "train.epochs=400", "train.log_every=1", f"paths.outputs={bench.study.parent}")
+    keys = (*keys, "train.epochs=250", "train.log_every=1", f"paths.outputs={bench.study.parent}")
     real = {"PYTHONPATH": str(ROOT)}
     bench.run("study", *keys, "seed=0,1", "launch=slurm", "launch.slurm.options=['--nodelist=n2']", **real)
     first, second = names(bench)
@@ -135,8 +135,9 @@ def test_a_requeued_head_is_the_undisturbed_one_to_the_bit(bench: Bench, limited
     wait_until(lambda: len(steps(bench, second)) >= 20, every=0.1)
     set_down("n2", f"{points}_1")
     same_data = [f"paths.{part}={bench.study / folder}" for part, folder in (("corpus", "corpus"), ("store", "store"))]
-    for seed in (0, 1):
-        bench.run("train", *keys, f"seed={seed}", "study.name=undisturbed", *same_data, **real)
+    alone = ("study.name=undisturbed", *same_data)
+    undisturbed = [bench.start("train", *keys, f"seed={seed}", *alone, **real) for seed in (0, 1)]
+    assert [(process.communicate()[0], process.returncode)[1] for process in undisturbed] == [0, 0]
     wait_for_the_end(bench)
     for name in (first, second):
         assert (states(bench)[name], attempts(bench, name) > 1) == ("done", True)
