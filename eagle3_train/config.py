@@ -48,6 +48,8 @@ class TargetConfig:
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
+    # sizes, as its config.json has them: for plans on a machine where the model is not; the model's own hold
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -391,6 +393,15 @@ class LaunchConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What the plan of a study assumes until it is counted or measured. Nothing here defines a result."""
+
+    tokens_per_sequence: float | None = None  # mean; null: corpus.max_length, which makes the plan an upper bound
+    supervised_share: float = 1.0  # of the tokens
+    capture_tflops: float | None = None  # sustained by one device that captures, for the hours; training: launch.tflops
+
+
+@dataclass
 class StudyConfig:
     """A study: the points are the product of `axes`, less `exclude`."""
 
@@ -422,6 +433,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
 
     @property
@@ -605,6 +617,8 @@ POSITIVE_IF_SET = (
     "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
+    "plan.tokens_per_sequence",
+    "plan.capture_tflops",
     "serve.steps",
 )
 NOT_NEGATIVE = (
@@ -619,7 +633,7 @@ NOT_NEGATIVE = (
     "draft.eagle1.ce_weight",
     "draft.eagle1.noise",
 )
-FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
+FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction", "plan.supervised_share")
 # Far above all that is of use: beyond, a slip of the fingers would fill a memory, a disk or a cluster.
 AT_MOST: dict[str, float] = {
     "seed": 2**63 - 1,  # torch's
@@ -866,7 +880,12 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
 
 
-OPEN = ("study.axes", "target.chat_template_args", "launch.slurm.env")  # keys whose value is a mapping of any keys
+OPEN = (
+    "study.axes",
+    "target.chat_template_args",
+    "target.shape",
+    "launch.slurm.env",
+)  # keys whose value is a mapping of any keys
 
 
 def compose_raw(overrides: list[str]) -> DictConfig:

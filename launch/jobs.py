@@ -105,8 +105,9 @@ def outputs(cfg: Config, step: str) -> list[str]:
 
 def data_identity(cfg: Config, step: str = "capture") -> str:
     """Digest of all settings that shape the data that the points of a study share."""
+    target = {key: value for key, value in asdict(cfg.target).items() if key != "shape"}  # the model itself has it
     parts: dict[str, Any] = {
-        "target": asdict(cfg.target),
+        "target": target,
         "corpus": asdict(cfg.corpus),
         "tasks": [asdict(task) for task in cfg.eval.tasks],
     }
