@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.console import say
+from eagle3_train.files import inside, is_file
 
 if TYPE_CHECKING:
     from eagle3_train.drafts import Draft
@@ -167,7 +168,7 @@ def _estimate(cfg: Config) -> int:
     from sweeps.estimate import describe_point
 
     parameters = None
-    if (Path(cfg.paths.store) / "manifest.json").is_file():
+    if is_file(inside(cfg.paths.store, "manifest.json")):
         from eagle3_train.train import parameter_counts
 
         parameters = parameter_counts(cfg)

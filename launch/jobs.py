@@ -18,7 +18,7 @@ from typing import Any
 
 from eagle3_train.config import Config, digest
 from eagle3_train.console import say
-from eagle3_train.files import content_fingerprint, read_json, write_json
+from eagle3_train.files import content_fingerprint, inside, is_file, read_json, write_json
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
 DIVIDED = ("capture", "regenerate")  # steps whose work any number of jobs and processes share out
@@ -66,7 +66,7 @@ class Job:
         """From files alone, and cheap: asked by a study before it starts any process. Other steps look for
         themselves at what they have done."""
         if self.step in SHARED:
-            return all(p.is_file() for p in outputs(self.cfg, self.step)) and self._is_as_stamped()
+            return all(map(is_file, outputs(self.cfg, self.step))) and self._is_as_stamped()
         return self.step == "point" and is_measured(self.cfg, self.folder)
 
     def has_changed(self) -> bool:
@@ -77,7 +77,7 @@ class Job:
     def finish(self) -> bool:
         """After a successful run: record what a shared step has made. False: something that it should make is missing.
         Of several parts, the last to finish completes the whole."""
-        if self.step in SHARED and all(p.is_file() for p in outputs(self.cfg, self.step)):
+        if self.step in SHARED and all(map(is_file, outputs(self.cfg, self.step))):
             stamp = {"settings": data_identity(self.cfg, self.step), "inputs": inputs(self.cfg, self.step)}
             write_json(self._stamp, stamp)
         return self.is_done() or self.part is not None or self.step not in (*SHARED, "point")
@@ -95,13 +95,12 @@ class Job:
         return all(now in (None, read.get(name)) for name, now in inputs(self.cfg, self.step).items())
 
 
-def outputs(cfg: Config, step: str) -> list[Path]:
-    """What a shared step leaves when it is complete: the file that each of its parts writes last."""
+def outputs(cfg: Config, step: str) -> list[str]:
+    """What a shared step leaves when it is complete: the file that each of its parts writes last, or its URI."""
     if step == "prepare":
-        return [Path(cfg.paths.corpus) / "report.json"]
-    store = Path(cfg.paths.store)
-    stores = [store, store / "validation", *(store / "transcripts" / task.name for task in cfg.eval.tasks)]
-    return [s / "manifest.json" for s in stores]
+        return [inside(cfg.paths.corpus, "report.json")]
+    parts = ["", "validation/", *(f"transcripts/{task.name}/" for task in cfg.eval.tasks)]
+    return [inside(cfg.paths.store, f"{part}manifest.json") for part in parts]
 
 
 def data_identity(cfg: Config, step: str = "capture") -> str:
@@ -137,7 +136,7 @@ def is_measured(cfg: Config, folder: Path) -> bool:
     if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)) or is_of_another_store(cfg, folder):
         return False
     replayed = result.get("transcripts", {})
-    if any(_fingerprint(cfg, f"transcripts/{t.name}") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
+    if any(_fingerprint(cfg, f"transcripts/{t.name}/") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
         return False
     if not (cfg.eval.decode and cfg.eval.decode_tasks):
         return True
@@ -173,11 +172,11 @@ def set_aside(cfg: Config, folder: Path) -> None:
 
 
 def _fingerprint(cfg: Config, part: str = "") -> str | None:
-    """Of the training store, or of one inside it, by its manifest; None where there is none, or not on a local path."""
-    return _read(Path(cfg.paths.store) / part / "manifest.json").get("fingerprint")
+    """Of the training store, or of one inside it, by its manifest; None where there is none."""
+    return _read(inside(cfg.paths.store, f"{part}manifest.json")).get("fingerprint")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: str | Path) -> dict[str, Any]:
     """A JSON file; empty where it is missing or damaged: whoever wrote it looks at it again."""
     try:
         value = read_json(path)

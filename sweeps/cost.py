@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from eagle3_train.config import Config
-from eagle3_train.files import read_json
+from eagle3_train.files import inside, is_file, read_json
 from sweeps.heads import head_cost
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -65,19 +64,19 @@ class Data:
 
 def shape_of(cfg: Config) -> Shape | None:
     """The target's shape, where its config.json is on this machine already."""
-    for folder in (Path(cfg.paths.target), Path(cfg.paths.store) / "target", Path(cfg.target.model)):
-        if (folder / "config.json").is_file():
-            return Shape.of(read_json(folder / "config.json"))
+    for folder in (cfg.paths.target, inside(cfg.paths.store, "target"), cfg.target.model):
+        if is_file(path := inside(folder, "config.json")):
+            return Shape.of(read_json(path))
     return None
 
 
 def data_of(cfg: Config, largest: int) -> Data:
     """The training corpus: as it was captured or prepared, or at most `largest` sequences of the greatest length."""
-    store, corpus = Path(cfg.paths.store) / "manifest.json", Path(cfg.paths.corpus) / "report.json"
-    if store.is_file():
+    store, corpus = inside(cfg.paths.store, "manifest.json"), inside(cfg.paths.corpus, "report.json")
+    if is_file(store):
         found = read_json(store)
         return Data(found["rows"], found["tokens"], found["supervised_tokens"], exact=True)
-    if corpus.is_file():
+    if is_file(corpus):
         found = read_json(corpus)["parts"]["train"]
         return Data(found["sequences"], found["tokens"], found["supervised_tokens"], exact=True)
     sequences = cfg.corpus.sequences or largest

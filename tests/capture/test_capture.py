@@ -37,28 +37,29 @@ def write_chats(path: Path, n: int = 60) -> None:
     path.write_text(json.dumps(chats))
 
 
-def study(folder: Path, target: Path, *overrides: str) -> Config:
-    return config.compose(
-        [
-            f"paths.outputs={folder}",
-            f"target.model={target}",
-            "target.name=tiny",
-            f"corpus.path={folder}/chats.json",
-            "corpus.sequences=20",
-            "corpus.validation_sequences=4",
-            "corpus.held_out_fraction=0.3",
-            "corpus.min_supervised=4",
-            "corpus.near_duplicates=null",  # all of these texts are alike
-            "data.base_sequences=2",
-            "eval.tasks=[{name: held, source: held_out, prompts: 6, new_tokens: 10}]",
-            "eval.decode_tasks=[]",
-            "eval.generate_batch=3",
-            "capture.shards=3",
-            "capture.batch_tokens=256",
-            "store.dtype=fp32",
-            *overrides,
-        ]
-    )
+def overrides(folder: Path, target: Path) -> list[str]:
+    return [
+        f"paths.outputs={folder}",
+        f"target.model={target}",
+        "target.name=tiny",
+        f"corpus.path={folder}/chats.json",
+        "corpus.sequences=20",
+        "corpus.validation_sequences=4",
+        "corpus.held_out_fraction=0.3",
+        "corpus.min_supervised=4",
+        "corpus.near_duplicates=null",  # all of these texts are alike
+        "data.base_sequences=2",
+        "eval.tasks=[{name: held, source: held_out, prompts: 6, new_tokens: 10}]",
+        "eval.decode_tasks=[]",
+        "eval.generate_batch=3",
+        "capture.shards=3",
+        "capture.batch_tokens=256",
+        "store.dtype=fp32",
+    ]
+
+
+def study(folder: Path, target: Path, *more: str) -> Config:
+    return config.compose([*overrides(folder, target), *more])
 
 
 @pytest.fixture
