@@ -256,6 +256,9 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
+    # none: sequences lie end to end; length: a forward pass takes sequences of like lengths, each filled up to the
+    # longest of them (few shapes, for compiled kernels). The same loss and gradients.
+    padding: str = "none"
     # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix of them:
     # 0.9*soft_ce+0.1*tv
     objective: str = "soft_ce"
@@ -528,7 +531,7 @@ def digest(value: Any, length: int = 8) -> str:
 
 NOT_OF_A_POINT = (  # keys of train that do not define the trained head
     "log_every", "checkpoint_every", "keep_last", "keep_best", "eval_every", "max_hours", "nonfinite", "peak_tflops",
-    "micro_batch_tokens",
+    "micro_batch_tokens", "padding",
 )  # fmt: skip
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -553,6 +556,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
+    "train.padding": ("none", "length"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),

@@ -341,10 +341,10 @@ def _rank() -> int:
 LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
     "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
-    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.oov",
-    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.eval_every",
-    "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction", "optim.decay",
-    "engine.kind", "tracker.kinds", "device", "dry_run",
+    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.padding",
+    "train.oov", "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best",
+    "train.eval_every", "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction",
+    "optim.decay", "engine.kind", "tracker.kinds", "device", "dry_run",
 )  # fmt: skip
 EVALUATION = (
     "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",

@@ -101,8 +101,12 @@ class BatchPlan:
         """
         return self._shares(step, world)[rank].copy()
 
-    def micro_batches(self, step: int, rank: int, world: int, micro_tokens: int | None) -> list[np.ndarray]:
+    def micro_batches(
+        self, step: int, rank: int, world: int, micro_tokens: int | None, padded: bool = False
+    ) -> list[np.ndarray]:
         """The rank's share in forward passes of at most `micro_tokens` tokens (a longer sequence goes alone).
+
+        `padded`: of like lengths, and counted as if each were as long as the longest of its pass.
 
         Every rank gets the same number of them, since sharded engines communicate in each: a rank that would need fewer
         splits some. One is empty only where the rank has fewer rows than another needs passes. None: one pass.
@@ -110,7 +114,8 @@ class BatchPlan:
         shares = self._shares(step, world)
         if micro_tokens is None:
             return [shares[rank].copy()]
-        packed = [_first_fit(self.lengths[rows], micro_tokens) for rows in shares]
+        cut = _by_length if padded else _first_fit
+        packed = [cut(self.lengths[rows], micro_tokens) for rows in shares]
         count = max(len(p) for p in packed)
         return [shares[rank][b] for b in _split_up(packed[rank], self.lengths[shares[rank]], count)]
 
@@ -234,6 +239,17 @@ def _first_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
         bins[b].append(position)
         room[b] -= length
     return [np.array(sorted(b), np.int64) for b in bins]
+
+
+def _by_length(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Positions in bins of neighbours by length, the longest first; each bin's size times its longest fits."""
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    bins, first = [], 0
+    while first < len(order):
+        size = max(capacity // int(lengths[order[first]]), 1)
+        bins.append(np.sort(order[first : first + size]))
+        first += size
+    return bins
 
 
 def _split_up(bins: list[np.ndarray], lengths: np.ndarray, count: int) -> list[np.ndarray]:
