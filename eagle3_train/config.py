@@ -48,6 +48,8 @@ class TargetConfig:
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
+    # sizes, as its config.json has them: for plans on a machine where the model is not; the model's own hold
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -262,6 +264,9 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
+    # none: sequences lie end to end; length: a forward pass takes sequences of like lengths, each filled up to the
+    # longest of them (few shapes, for compiled kernels). The same loss and gradients.
+    padding: str = "none"
     # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix of them:
     # 0.9*soft_ce+0.1*tv
     objective: str = "soft_ce"
@@ -416,6 +421,15 @@ class LaunchConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What the plan of a study assumes until it is counted or measured. Nothing here defines a result."""
+
+    tokens_per_sequence: float | None = None  # mean; null: corpus.max_length, which makes the plan an upper bound
+    supervised_share: float = 1.0  # of the tokens
+    capture_tflops: float | None = None  # sustained by one device that captures, for the hours; training: launch.tflops
+
+
+@dataclass
 class StudyConfig:
     """A study: the points are the product of `axes`, less `exclude`."""
 
@@ -447,6 +461,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
 
     @property
@@ -572,7 +587,7 @@ def digest(value: Any, length: int = 8) -> str:
 
 NOT_OF_A_POINT = (  # keys of train that do not define the trained head
     "log_every", "checkpoint_every", "keep_last", "keep_best", "eval_every", "max_hours", "nonfinite", "peak_tflops",
-    "micro_batch_tokens",
+    "micro_batch_tokens", "padding",
 )  # fmt: skip
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -599,6 +614,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
+    "train.padding": ("none", "length"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
@@ -670,6 +686,8 @@ POSITIVE_IF_SET = (
     "launch.tflops",
     "launch.rolling.capture_threads",
     "launch.rolling.train_threads",
+    "plan.tokens_per_sequence",
+    "plan.capture_tflops",
     "serve.steps",
 )
 NOT_NEGATIVE = (
@@ -684,7 +702,7 @@ NOT_NEGATIVE = (
     "draft.eagle1.ce_weight",
     "draft.eagle1.noise",
 )
-FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
+FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction", "plan.supervised_share")
 # Far above all that is of use: beyond, a slip of the fingers would fill a memory, a disk or a cluster.
 AT_MOST: dict[str, float] = {
     "seed": 2**63 - 1,  # torch's
@@ -935,7 +953,12 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
 
 
-OPEN = ("study.axes", "target.chat_template_args", "launch.slurm.env")  # keys whose value is a mapping of any keys
+OPEN = (
+    "study.axes",
+    "target.chat_template_args",
+    "target.shape",
+    "launch.slurm.env",
+)  # keys whose value is a mapping of any keys
 
 
 def compose_raw(overrides: list[str]) -> DictConfig:

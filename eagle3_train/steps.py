@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.console import say
+from eagle3_train.files import inside, is_file
 
 if TYPE_CHECKING:
     from eagle3_train.drafts import Draft
@@ -175,7 +176,7 @@ def _estimate(cfg: Config) -> int:
     from sweeps.estimate import describe_point
 
     parameters = None
-    if (Path(cfg.paths.store) / "manifest.json").is_file():
+    if is_file(inside(cfg.paths.store, "manifest.json")):
         from eagle3_train.train import parameter_counts
 
         parameters = parameter_counts(cfg)
@@ -354,10 +355,10 @@ def _rank() -> int:
 LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
     "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
-    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.oov",
-    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.eval_every",
-    "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction", "optim.decay",
-    "engine.kind", "tracker.kinds", "device", "dry_run",
+    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.padding",
+    "train.oov", "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best",
+    "train.eval_every", "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction",
+    "optim.decay", "engine.kind", "tracker.kinds", "device", "dry_run",
 )  # fmt: skip
 EVALUATION = (
     "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",

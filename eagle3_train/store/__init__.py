@@ -1,7 +1,8 @@
 """The hidden-state store: sharded Parquet that is verified, elastic and read row by row. Format: docs/store.md."""
 
+from eagle3_train.files import inside
+
 from .counts import token_counts
-from .folder import inside
 from .index import Index
 from .loader import Loader
 from .manifest import Manifest, ShardEntry, finalize

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from .plan import BatchPlan
@@ -13,6 +14,7 @@ from .reader import Store
 from .schema import Sequence
 
 REMOTE_READERS = 8  # requests under way at once
+LOCAL_READERS = 2  # one thread copies out of the page cache at half of what the memory can do
 
 
 class Loader:
@@ -35,7 +37,7 @@ class Loader:
         prefetch: int = 2,
         readers: int | None = None,
     ) -> None:
-        """`readers`: threads that read rows at once; None: one from a disk, several from an object store, whose latency
+        """`readers`: threads that read rows at once; None: two from a disk, more from an object store, whose latency
         they hide."""
         if len(plan.lengths) > len(store):
             raise ValueError(f"the plan covers {len(plan.lengths)} rows and the store holds {len(store)}")
@@ -44,7 +46,7 @@ class Loader:
         self.waited_s = 0.0
         self._store, self._plan = store, plan
         self._rank, self._world, self._start = rank, world, start_step
-        self._readers = readers if readers is not None else 1 if store.folder.is_local else REMOTE_READERS
+        self._readers = readers or (LOCAL_READERS if store.folder.is_local else REMOTE_READERS)
         self._queue: queue.Queue[tuple[int, list[Sequence]] | BaseException | None] = queue.Queue(prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-loader", daemon=True)
@@ -86,13 +88,14 @@ class Loader:
 
     def _run(self) -> None:
         try:
-            for step in range(self._start, len(self._plan)):
-                sequences = self._store.read_step(
-                    self._plan, step, self._rank, self._world, self._readers, self._closed.is_set
-                )
-                self._queue.put((step, sequences))
-                if self._closed.is_set():
-                    return
+            with ThreadPoolExecutor(self._readers, "store-reader") as readers:
+                for step in range(self._start, len(self._plan)):
+                    sequences = self._store.read_step(
+                        self._plan, step, self._rank, self._world, readers, self._closed.is_set
+                    )
+                    self._queue.put((step, sequences))
+                    if self._closed.is_set():
+                        return
             self._queue.put(None)
         except BaseException as e:  # raised in the consumer
             self._queue.put(e)

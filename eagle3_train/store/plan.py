@@ -110,22 +110,27 @@ class BatchPlan:
 
         Loads (tokens) differ by at most one sequence. A rank is empty only where the batch has fewer rows than ranks.
         """
-        return self.batch(step)[self._shares(step, world)[rank]]
+        return self._shares(step, world)[rank].copy()
 
     def rank_epochs(self, step: int, rank: int, world: int) -> np.ndarray:
         """Epoch of each of `rank_rows`."""
-        return self.batch_epochs(step)[self._shares(step, world)[rank]]
+        return self.batch_epochs(step)[_spread(self.lengths[self.batch(step)], world)[rank]]
 
-    def micro_batches(self, step: int, rank: int, world: int, micro_tokens: int | None) -> list[np.ndarray]:
+    def micro_batches(
+        self, step: int, rank: int, world: int, micro_tokens: int | None, padded: bool = False
+    ) -> list[np.ndarray]:
         """The rank's share in forward passes of at most `micro_tokens` tokens (a longer sequence goes alone).
+
+        `padded`: of like lengths, and counted as if each were as long as the longest of its pass.
 
         Every rank gets the same number of them, since sharded engines communicate in each: a rank that would need fewer
         splits some. One is empty only where the rank has fewer rows than another needs passes. None: one pass.
         """
-        shares = [self.rank_rows(step, r, world) for r in range(world)]
+        shares = self._shares(step, world)
         if micro_tokens is None:
-            return [shares[rank]]
-        packed = [_first_fit(self.lengths[rows], micro_tokens) for rows in shares]
+            return [shares[rank].copy()]
+        cut = _by_length if padded else _first_fit
+        packed = [cut(self.lengths[rows], micro_tokens) for rows in shares]
         count = max(len(p) for p in packed)
         return [shares[rank][b] for b in _split_up(packed[rank], self.lengths[shares[rank]], count)]
 
@@ -191,8 +196,8 @@ class BatchPlan:
         return _Window(rows, before + np.cumsum(self.lengths[rows], dtype=np.int64))
 
     def _compute_shares(self, step: int, world: int) -> list[np.ndarray]:
-        """Positions in the batch, by rank."""
-        return _spread(self.lengths[self.batch(step)], world)
+        rows = self.batch(step)
+        return [rows[bin_] for bin_ in _spread(self.lengths[rows], world)]
 
     def _key(self, epoch: int, purpose: str) -> int:
         text = f"{self.fingerprint}:{self.seed}:{epoch}:{purpose}"
@@ -251,6 +256,17 @@ def _first_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
         bins[b].append(position)
         room[b] -= length
     return [np.array(sorted(b), np.int64) for b in bins]
+
+
+def _by_length(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Positions in bins of neighbours by length, the longest first; each bin's size times its longest fits."""
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    bins, first = [], 0
+    while first < len(order):
+        size = max(capacity // int(lengths[order[first]]), 1)
+        bins.append(np.sort(order[first : first + size]))
+        first += size
+    return bins
 
 
 def _split_up(bins: list[np.ndarray], lengths: np.ndarray, count: int) -> list[np.ndarray]:

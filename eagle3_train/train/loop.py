@@ -128,7 +128,7 @@ def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.d
         waited = 0.0
         for step, sequences in loader:
             started = time.monotonic()
-            micro_batches = split(sequences, plan, step, world, cfg.train.micro_batch_tokens)
+            micro_batches = split(sequences, plan, step, world, cfg.train)
             lr = learning_rate(cfg.optim, step, len(plan))
             result = train_step(engine, micro_batches, lr, cfg.train, world)
             seconds = time.monotonic() - started
