@@ -52,7 +52,7 @@ def cfg(request: pytest.FixtureRequest, tmp_path: Path, tiny_target: Path, monke
     write_chats(tmp_path / "chats.json", 100)
     cfg = study(tmp_path, tiny_target, *KEYS, *overrides)
     prepare(cfg)
-    monkeypatch.setattr("eagle3_train.capture.roll.open_backend", lambda *args: StandIn())
+    monkeypatch.setattr("eagle3_train.capture.rolling.open_backend", lambda *args: StandIn())
     return cfg
 
 
