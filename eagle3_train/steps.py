@@ -340,7 +340,8 @@ def _rank() -> int:
 # Keys that several steps explain.
 LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
-    "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
+    "data.scale", "data.base_sequences", "data.base_tokens", "seed",
+    "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
     "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.padding",
     "train.oov", "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best",
     "train.eval_every", "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction",
@@ -428,7 +429,7 @@ STEPS: dict[str, Step] = {
     ),
     "train": Step(
         train,
-        "one draft head on the first data.scale * data.base_sequences sequences of the store",
+        "one draft head on a prefix of the store: data.scale * data.base_sequences sequences, or * data.base_tokens",
         "what `capture` wrote",
         "<study>/<point>/: config.yaml, metrics.jsonl, checkpoints/, train.json",
         (*TRAINING, *LAUNCH),
@@ -505,6 +506,7 @@ STEPS: dict[str, Step] = {
             "paths.outputs",
             "data.scale",
             "data.base_sequences",
+            "data.base_tokens",
             "seed",
             "tracker.kinds",
             *LAUNCH,

@@ -20,7 +20,7 @@ from eagle3_train.files import write_json
 from launch import Job, Outcome, run, slurm
 from launch.jobs import SHARED, detach, is_measured
 from launch.lock import holder_of
-from sweeps.estimate import TimeLeft, describe
+from sweeps.estimate import TimeLeft, describe, missing_data
 from sweeps.points import Point, Study, plan
 
 POLL_S = 2.0  # between looks at points that other processes work on
@@ -45,6 +45,8 @@ def run_study(overrides: Sequence[str], verify: Callable[[Config], None] = lambd
     study = plan(overrides)
     for point in study.points:
         verify(point.cfg)
+    if not study.cfg.dry_run and (missing := missing_data(study)):
+        raise ValueError(f"study {study.cfg.study.name!r}: {missing}")
     say(describe(study))
     report = Report(study)
     changed = [step for step in SHARED if Job(step, study.cfg).has_changed()]

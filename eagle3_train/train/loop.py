@@ -25,7 +25,15 @@ from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import make_engine
 from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
-from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store, seed_rank, trains
+from eagle3_train.train.setup import (
+    build_head,
+    copy_sharing_buffers,
+    load_head,
+    open_store,
+    seed_rank,
+    trains,
+    used_rows,
+)
 from eagle3_train.train.step import StepResult, split, train_step
 from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
@@ -69,7 +77,7 @@ def make_plan(cfg: Config, store: Store) -> BatchPlan:
     fixed: dict[str, int | None] = (
         {"steps": cfg.train.steps} if cfg.train.regime == "steps" else {"epochs": cfg.train.epochs}
     )
-    lengths = store.index.n_tokens[: cfg.data.sequences]
+    lengths = store.index.n_tokens[: used_rows(cfg, store)]
     return BatchPlan(lengths, store.fingerprint, cfg.seed, cfg.train.batch_tokens, **fixed)
 
 
@@ -100,7 +108,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
         say(
-            f"{cfg.point_name}: {cfg.data.sequences} sequences, {plan.epoch_tokens:,} tokens, {len(plan)} steps"
+            f"{cfg.point_name}: {len(plan.lengths)} sequences, {plan.epoch_tokens:,} tokens, {len(plan)} steps"
             + (f", continuing at step {first}" if first else "")
         )
 
@@ -242,7 +250,6 @@ def _record(
     cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any], steps: int
 ) -> dict[str, Any]:
     """What training knows of the Result contract (docs/architecture.md)."""
-    rows = slice(0, cfg.data.sequences)
     return {
         "schema": 1,
         "study": cfg.study.name,
@@ -251,9 +258,9 @@ def _record(
         "draft": cfg.draft.kind,
         "data_scale": cfg.data.scale,
         "seed": cfg.seed,
-        "unique_sequences": cfg.data.sequences,
-        "unique_tokens": int(store.index.n_tokens[rows].sum(dtype=np.int64)),
-        "supervised_tokens": int(store.index.n_supervised[rows].sum(dtype=np.int64)),
+        "unique_sequences": len(plan.lengths),
+        "unique_tokens": plan.epoch_tokens,
+        "supervised_tokens": int(store.index.n_supervised[: len(plan.lengths)].sum(dtype=np.int64)),
         "consumed_tokens": totals["tokens"],
         "consumed_supervised_tokens": totals["rows"],
         "epochs": totals["tokens"] / plan.epoch_tokens,
