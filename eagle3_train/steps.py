@@ -275,6 +275,11 @@ def study(call: Call) -> int:
 
     if call.words[:1] == ["power"]:
         return _power(call)
+    if call.words == ["tune"]:
+        from sweeps.tune import tune
+
+        tune(call.overrides)
+        return 0
     if call.words:
         return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
@@ -524,6 +529,7 @@ STEPS: dict[str, Step] = {
             "logs JOB": "the end of a job's log; the beginning of its name will do",
             "retry [JOB...]": "run the named jobs again, or all that failed or were stopped",
             "cancel": "end what runs, on whatever machine",
+            "tune": "the learning rate: several optim.lr at the smallest scale, and whether the choice transfers",
             "power [PILOT]": "the smallest gain that this design would find; noise as in the study PILOT, or assumed",
         },
         takes_words=True,
