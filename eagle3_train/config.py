@@ -135,12 +135,13 @@ class DataConfig:
         return round(self.scale * self.base_sequences)
 
 
-HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
+HEADS = {"eagle3", "eagle1", "medusa", "lm", "hf", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
     "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
+    "hf": ("init_lm_head", "init_layer", "vocab_size"),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
 }
 
@@ -169,6 +170,13 @@ class LMConfig:
     """An independent draft model."""
 
     layers: int = 2
+
+
+@dataclass
+class HFConfig:
+    """A causal language model of transformers as the draft model."""
+
+    model: str | None = None  # folder or hub id; with the target's tokenizer
 
 
 @dataclass
@@ -220,6 +228,7 @@ class DraftConfig:
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
     lm: LMConfig = field(default_factory=LMConfig)
+    hf: HFConfig = field(default_factory=HFConfig)
     block: BlockConfig = field(default_factory=BlockConfig)
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
 
@@ -240,7 +249,8 @@ class DraftConfig:
 class ExportConfig:
     """A trained head as files that inference engines load."""
 
-    format: str = "speculators"  # speculators (vLLM) | eagle (SGLang, vLLM)
+    # auto: what vLLM reads of the head's kind; else, of EAGLE-3, speculators (vLLM) | eagle (SGLang, vLLM)
+    format: str = "auto"
     path: str | None = None  # the folder to write; null: <point>/export/<format>
     dtype: str = "auto"  # of the weights: fp32 | bf16 | fp16; auto: the target's own
     check: bool = False  # read it back bit by bit, and run it in the speculators library where that is installed
@@ -313,11 +323,13 @@ class TaskConfig:
 
 @dataclass
 class TreeConfig:
-    """EAGLE-2's dynamic draft tree."""
+    """EAGLE-2's dynamic draft tree, or with `choices` a static one, Medusa's."""
 
     depth: int = 5  # levels
     top_k: int = 4  # nodes expanded a level, and children each
     total: int = 16  # drafted tokens that are verified
+    # Static: every node as the ranks (0: the most likely) of the tokens on its path; the three above have no say then.
+    choices: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -475,6 +487,8 @@ class Config:
             _drop_defaults(task, TaskConfig(), SAMPLING)
         if self.eval.trees:
             identity["trees"] = [asdict(t) for t in self.eval.trees]
+            for tree in identity["trees"]:
+                _drop_defaults(tree, TreeConfig(), ("choices",))
         return identity | {"transcript_dtype": self.store.transcript_dtype}
 
     @property
@@ -537,7 +551,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.attention": ("auto", "merge", "flex", "reference"),
     "draft.eagle3.lm_head": ("trained", "frozen"),
     "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
-    "export.format": ("speculators", "eagle"),
+    "export.format": ("auto", "speculators", "eagle", "medusa"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
@@ -786,10 +800,18 @@ def check(cfg: Config) -> None:
     for tree in cfg.eval.trees:
         if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
             raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
+        for node in tree.choices:
+            if not node or min(node) < 0 or tree.choices.count(node) > 1 or node[:-1] not in ([], *tree.choices):
+                raise ValueError(
+                    f"eval.trees: node {node} of a static tree: ranks from 0, each node once, its parent {node[:-1]} "
+                    "a node too"
+                )
     for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.draft.kind == "hf" and cfg.draft.hf.model is None:
+        raise ValueError("draft=hf needs the draft model: draft.hf.model=FOLDER-OR-HUB-ID")
     for option in ("recompute", "compile"):
         if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
             raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")

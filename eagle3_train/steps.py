@@ -214,24 +214,27 @@ def _measure(cfg: Config, head: Draft) -> None:
 
 
 def export(call: Call) -> int:
-    cfg = call.config()
-    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    _export(call.config())
     return 0
 
 
-def _export(cfg: Config, folder: Path) -> None:
+def _export(cfg: Config) -> Path:
+    """The folder of the exported head."""
     from eagle3_train.device import DTYPES
-    from eagle3_train.export import check_export, export_head
+    from eagle3_train.export import check_export, export_head, format_of
     from eagle3_train.files import read_json
     from eagle3_train.train import head_source
 
     source = head_source(cfg)
+    format = format_of(source.head, cfg.export.format)
+    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / format
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
     results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
-    export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
-    say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
+    export_head(source, folder, format, dtype, read_json(results[0]) if results else None)
+    say(f"{folder}: {cfg.point_name} as {format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)
+    return folder
 
 
 def serve_bench(call: Call) -> int:
@@ -240,10 +243,12 @@ def serve_bench(call: Call) -> int:
     from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
 
     folder = prepare_target(cfg.target, cfg.paths.target)
-    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
-    if cfg.serve.url is None and cfg.serve.head is None:
-        cfg.export.format = "speculators"
-        _export(cfg, head)
+    if cfg.serve.head is not None:
+        head = Path(cfg.serve.head).expanduser()
+    elif cfg.serve.url is None:
+        head = _export(cfg)
+    else:
+        head = cfg.point_dir  # in the record: the servers that run have some head of theirs
     tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
     steps = cfg.serve.steps or cfg.draft.steps
     serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))

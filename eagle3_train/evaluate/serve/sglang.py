@@ -32,7 +32,8 @@ def complete(url: str, prompt: Prompt, request: dict[str, Any], new_tokens: int)
     started = time.perf_counter()
     first = last = 0.0
     tokens: list[int] | None = []
-    text, told = "", {}
+    text = ""
+    told: dict[str, Any] = {}
     for event in events(url, "/generate", body):
         now = time.perf_counter() - started
         counted = event["meta_info"]["completion_tokens"]
