@@ -133,16 +133,34 @@ class StoreConfig:
 
 @dataclass
 class DataConfig:
-    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order."""
+    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order, or as few
+    of them as hold `scale * base_tokens` tokens."""
 
-    scale: float = 1.0  # multiple of data.base_sequences
+    scale: float = 1.0  # multiple of data.base_sequences, or of data.base_tokens
     base_sequences: int = 32  # sequences at 1x
     # Sequences shuffled together: windows of so many neighbours, one after the other; null: all of a whole store
     window: int | None = None
+    base_tokens: int | None = None  # tokens at 1x; null: data.base_sequences counts
 
     @property
-    def sequences(self) -> int:
-        return round(self.scale * self.base_sequences)
+    def sequences(self) -> int | None:
+        """None where tokens are counted."""
+        return None if self.base_tokens is not None else round(self.scale * self.base_sequences)
+
+    @property
+    def tokens(self) -> int | None:
+        """None where sequences are counted."""
+        return None if self.base_tokens is None else round(self.scale * self.base_tokens)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the data; `base_tokens` and `window` came later: points without them keep their names."""
+        base = "base_sequences" if self.base_tokens is None else "base_tokens"
+        window = {} if self.window is None else {"window": self.window}
+        return {"scale": self.scale, base: getattr(self, base), **window}
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens" if self.sequences is None else f"{self.sequences} sequences"
 
 
 HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
@@ -477,8 +495,6 @@ class Config:
         capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
-        data = asdict(self.data)
-        _drop_defaults(data, DataConfig(), ("window",))
         # What is read in a rolling store is what is read in a whole one, but for copies that are rounded.
         copies = {"later_epochs": "fp8"} if self.reads_copies else {}
         return {
@@ -486,7 +502,7 @@ class Config:
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
-            "data": data | copies,
+            "data": self.data.identity | copies,
             "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
@@ -504,10 +520,11 @@ class Config:
 
     @property
     def reading(self) -> dict[str, int | None]:
-        """What decides when a point reads which rows: arguments of its `BatchPlan`, with the number of its rows."""
+        """What decides when a point reads which rows of a store: what `store.plan_of` takes."""
         steps = self.train.steps if self.train.regime == "steps" else None
         return {
             "rows": self.data.sequences,
+            "tokens": self.data.tokens,
             "seed": self.seed,
             "batch_tokens": self.train.batch_tokens,
             "epochs": self.train.epochs if self.train.regime == "epochs" else None,
@@ -676,6 +693,7 @@ POSITIVE_IF_SET = (
     "corpus.contamination_words",
     "regenerate.conversations",
     "regenerate.max_new_tokens",
+    "data.base_tokens",
     "train.steps",
     "train.micro_batch_tokens",
     "train.checkpoint_every",
@@ -713,6 +731,7 @@ AT_MOST: dict[str, float] = {
     "capture.shards": 99_999,  # five digits in their names
     "store.row_group_mib": 1024,  # Parquet's pages end at 2 GiB
     "data.base_sequences": 10**9,
+    "data.base_tokens": 10**14,
     "data.scale": 10**9,
     "draft.steps": 64,
     "draft.vocab_size": 2**24,
@@ -830,9 +849,9 @@ def check(cfg: Config) -> None:
         raise ValueError("capture.max_memory bounds what capture.device_map places: set capture.device_map=auto")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
-    if cfg.data.sequences < 1:
+    if cfg.data.sequences == 0:
         raise ValueError(f"data.scale={cfg.data.scale} of data.base_sequences={cfg.data.base_sequences} is no sequence")
-    if cfg.corpus.sequences is not None and cfg.data.sequences > cfg.corpus.sequences:
+    if cfg.corpus.sequences is not None and (cfg.data.sequences or 0) > cfg.corpus.sequences:
         raise ValueError(
             f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, but corpus.sequences="
             f"{cfg.corpus.sequences}: raise corpus.sequences (and run prepare and capture again) or lower data.scale"

@@ -283,6 +283,11 @@ def study(call: Call) -> int:
 
     if call.words[:1] == ["power"]:
         return _power(call)
+    if call.words == ["tune"]:
+        from sweeps.tune import tune
+
+        tune(call.overrides)
+        return 0
     if call.words:
         return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
@@ -354,7 +359,8 @@ def _rank() -> int:
 # Keys that several steps explain.
 LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
-    "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
+    "data.scale", "data.base_sequences", "data.base_tokens", "seed",
+    "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
     "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.padding",
     "train.oov", "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best",
     "train.eval_every", "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction",
@@ -460,7 +466,7 @@ STEPS: dict[str, Step] = {
     ),
     "train": Step(
         train,
-        "one draft head on the first data.scale * data.base_sequences sequences of the store",
+        "one draft head on a prefix of the store: data.scale * data.base_sequences sequences, or * data.base_tokens",
         "what `capture` wrote",
         "<study>/<point>/: config.yaml, metrics.jsonl, checkpoints/, train.json",
         (*TRAINING, *LAUNCH),
@@ -537,6 +543,7 @@ STEPS: dict[str, Step] = {
             "paths.outputs",
             "data.scale",
             "data.base_sequences",
+            "data.base_tokens",
             "seed",
             "tracker.kinds",
             *LAUNCH,
@@ -554,6 +561,7 @@ STEPS: dict[str, Step] = {
             "logs JOB": "the end of a job's log; the beginning of its name will do",
             "retry [JOB...]": "run the named jobs again, or all that failed or were stopped",
             "cancel": "end what runs, on whatever machine",
+            "tune": "the learning rate: several optim.lr at the smallest scale, and whether the choice transfers",
             "power [PILOT]": "the smallest gain that this design would find; noise as in the study PILOT, or assumed",
         },
         takes_words=True,

@@ -173,7 +173,7 @@ class Store:
         return _Shard(self.folder, self.manifest.shards[number], number)
 
     def read_step(
-        self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor, cancelled: Callable[[], bool]
+        self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor | None, cancelled: Callable[[], bool]
     ) -> list[Sequence]:
         """A rank's share of a step. `cancelled`: ends the waiting of a store that has to wait (`RollingStore`)."""
         return self.read_batch(plan.rank_rows(step, rank, world), readers)

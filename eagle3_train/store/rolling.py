@@ -193,7 +193,7 @@ class RollingStore(Store):
         self._sign = None
 
     def read_step(
-        self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor, cancelled: Callable[[], bool]
+        self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor | None, cancelled: Callable[[], bool]
     ) -> list[Sequence]:
         """Waits for the shards of the whole batch, not of this rank's rows alone: ranks that wait together meet no time
         limit of a collective."""
