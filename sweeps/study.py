@@ -53,6 +53,11 @@ def run_study(
     cancelled. On a cluster (`launch=slurm`) it submits what is left and returns.
     """
     study = plan(overrides)
+    if study.cfg.rolls and study.cfg.launch.kind == "torchrun":
+        raise ValueError(
+            "store.mode=rolling with launch=torchrun: a study starts both sides with launch=local or launch=slurm; by "
+            "hand, start eagle3 roll on some machines and eagle3 train on others"
+        )
     for point in study.points:
         verify(point.cfg)
     if not study.cfg.dry_run and (missing := missing_data(study)):

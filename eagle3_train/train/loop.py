@@ -128,8 +128,8 @@ def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.d
     skipped_in_a_row, saved = 0, first
     with (
         progress_bar(cfg.point_name, len(plan), "steps", done=first, show=world.is_main) as bar,
-        Loader(store, plan, world.rank, world.size, first) as loader,
         Stop(cfg.train.max_hours) as stop,
+        Loader(store, plan, world.rank, world.size, first, interrupted=lambda: stop.is_told) as loader,
         saver,
     ):
         waited = 0.0

@@ -15,6 +15,7 @@ from launch.slurm import render
 from sweeps.points import plan
 from sweeps.study import coupled_batches
 from tests.capture.test_capture import write_chats
+from tests.sweeps.conftest import Bench
 
 ROOT = Path(__file__).parents[2]
 STUDY = (
@@ -56,6 +57,37 @@ def test_points_share_the_passes_of_workers_that_run_beside_them(tmp_path: Path,
     captured = sum(line["store"] == "train" for line in lines)
     assert 16 < captured <= 32  # at most one pass an epoch, for both; each alone: 16 and 32
     assert not list((folder / "store").glob("shard-*"))
+
+
+ROLLS = ("study", "data.scale=1,2", "seed=0", "store.mode=rolling", "store.cap_gib=1", "data.window=8")
+
+
+def test_both_sides_run_at_once_and_one_that_is_killed_is_started_again(bench: Bench) -> None:
+    out = bench.run(
+        *ROLLS, "launch.rolling.points_at_once=2", "launch.rolling.workers=2", FAKE_SECONDS="2",
+        FAKE_ROLL_DIES=str(bench.folder / "died"),
+    )  # fmt: skip
+    assert sorted(bench.calls("roll")) == ["roll 0/2", "roll 0/2", "roll 1/2"]
+    assert "roll-0-" in out
+    assert "killed by SIGKILL (out of memory?); started again" in out
+    order = [line.split()[0] for line in bench.calls()]
+    assert order[:2] == ["prepare", "capture"]
+    assert max(order.index("train"), order.index("roll")) < order.index("trained")
+    assert order[-3:] == ["rolled", "rolled", "report"]
+
+
+def test_a_point_that_fails_is_expected_no_more_and_stops_nobody(bench: Bench) -> None:
+    out = bench.run(*ROLLS, "launch.rolling.points_at_once=2", code=1, FAKE_FAIL="x2-s0")
+    assert len(bench.calls("trained")) == 1
+    assert len(bench.calls("rolled")) == 1
+    assert "the loss is not finite" in out
+    assert not list((bench.study / "rolling").glob("*.json"))
+
+
+def test_groups_follow_each_other(bench: Bench) -> None:
+    bench.run(*ROLLS)
+    rooms = [line.split()[0] for line in bench.calls()]
+    assert sorted(rooms[2:6]) == sorted(rooms[6:10]) == ["roll", "rolled", "train", "trained"]
 
 
 def test_on_a_cluster_two_coupled_jobs_start_beside_each_other(tmp_path: Path) -> None:
