@@ -47,7 +47,7 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (module beside 
     "specforge": ("peer_specforge", {}),
 }
 OURS = tuple(name for name, (module, _) in CONTENDERS.items() if module == "ours")
-QUICK = ("ours", "speculators", "specforge")
+QUICK = ("ours", "speculators")  # SpecForge compiles for minutes before its first step
 ALL = ("ours", "ours_frozen", "speculators", "speculators_frozen", "specforge")
 
 
@@ -59,7 +59,7 @@ class Contender:
     work: Workload
     python: str
     process: subprocess.Popen[str] = field(init=False)
-    facts: dict[str, Any] = field(init=False)
+    facts: dict[str, Any] = field(init=False)  # known once the first step, which is not timed, is done
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -73,6 +73,8 @@ class Contender:
             [self.python, str(HERE / "contenders" / "worker.py"), module, arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
+
+    def wait(self) -> None:
         self.facts = self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -103,8 +105,10 @@ def report(**values: Any) -> None:
 
 def bench(work: Workload, names: list[str], peers: str, rounds: int) -> None:
     contenders = [Contender(n, work, sys.executable if n in OURS else peers) for n in names]
-    running = [c for c in contenders if c.runs]
     try:
+        for c in contenders:
+            c.wait()
+        running = [c for c in contenders if c.runs]
         for _ in range(rounds):
             for c in running:
                 c.steps.append(c.ask("step"))
@@ -152,7 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[3, 7], help="K")
     parser.add_argument("--dims", default="smollm2", choices=("smollm2", "8b"))
     parser.add_argument("--sequences", type=int, help="of a batch (default 4; 2 with --quick)")
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--length", type=int, help="of a sequence (default 512; 256 with --quick)")
     parser.add_argument("--supervised", type=float, default=0.76, help="share of the assistant's tokens")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -169,8 +173,8 @@ def main() -> None:
         names = [n for n in names if n in OURS]
     for steps in args.steps:
         work = Workload(
-            args.dims, steps, args.sequences or (2 if args.quick else 4), args.length, args.supervised, args.dtype,
-            args.threads, args.device,
+            args.dims, steps, args.sequences or (2 if args.quick else 4), args.length or (256 if args.quick else 512),
+            args.supervised, args.dtype, args.threads, args.device,
         )  # fmt: skip
         bench(work, names, args.peers, args.rounds or (2 if args.quick else 5))
 

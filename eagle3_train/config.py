@@ -48,6 +48,8 @@ class TargetConfig:
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
+    # sizes, as its config.json has them: for plans on a machine where the model is not; the model's own hold
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -118,21 +120,47 @@ class RegenerateConfig:
 
 @dataclass
 class StoreConfig:
+    # whole: captured before training; rolling: while it trains, in a bounded room (docs/rolling.md)
+    mode: str = "whole"
     dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32 | fp8
     transcript_dtype: str = "fp32"  # of the evaluation transcripts: fp32 makes replay equal fp32 decoding exactly
     row_group_mib: int = 32
+    # rolling:
+    cap_gib: float | None = None  # training states on disk at any time, at most
+    later_epochs: str = "recapture"  # recapture | fp8: they read fp8 copies, which stay within the cap
+    silent_minutes: float = 30.0  # of the other side, while this one waits for it: then it gives up
 
 
 @dataclass
 class DataConfig:
-    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order."""
+    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order, or as few
+    of them as hold `scale * base_tokens` tokens."""
 
-    scale: float = 1.0  # multiple of data.base_sequences
+    scale: float = 1.0  # multiple of data.base_sequences, or of data.base_tokens
     base_sequences: int = 32  # sequences at 1x
+    # Sequences shuffled together: windows of so many neighbours, one after the other; null: all of a whole store
+    window: int | None = None
+    base_tokens: int | None = None  # tokens at 1x; null: data.base_sequences counts
 
     @property
-    def sequences(self) -> int:
-        return round(self.scale * self.base_sequences)
+    def sequences(self) -> int | None:
+        """None where tokens are counted."""
+        return None if self.base_tokens is not None else round(self.scale * self.base_sequences)
+
+    @property
+    def tokens(self) -> int | None:
+        """None where sequences are counted."""
+        return None if self.base_tokens is None else round(self.scale * self.base_tokens)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the data; `base_tokens` and `window` came later: points without them keep their names."""
+        base = "base_sequences" if self.base_tokens is None else "base_tokens"
+        window = {} if self.window is None else {"window": self.window}
+        return {"scale": self.scale, base: getattr(self, base), **window}
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens" if self.sequences is None else f"{self.sequences} sequences"
 
 
 HEADS = {"eagle3", "eagle1", "medusa", "lm", "hf", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
@@ -264,6 +292,9 @@ class TrainConfig:
     steps: int | None = None  # with regime=steps
     batch_tokens: int = 2048  # tokens a global batch, the same for every world size
     micro_batch_tokens: int | None = None  # tokens a forward pass on a rank; null: the rank's whole share
+    # none: sequences lie end to end; length: a forward pass takes sequences of like lengths, each filled up to the
+    # longest of them (few shapes, for compiled kernels). The same loss and gradients.
+    padding: str = "none"
     # What is minimised: soft_ce (its gradient is the forward KL's) | reverse_kl | tv | hard_ce, or a mix of them:
     # 0.9*soft_ce+0.1*tv
     objective: str = "soft_ce"
@@ -393,6 +424,22 @@ class SlurmConfig:
 
 
 @dataclass
+class CoupledConfig:
+    """store.mode=rolling: capture and training at the same time, and what each has of a machine."""
+
+    workers: int = 1  # processes that capture
+    points_at_once: int = 1  # points that train at the same time, and share the passes over the store
+    # threads of all capture workers, and of all points; null: each process takes what torch finds
+    capture_threads: int | None = None
+    train_threads: int | None = None
+    # GPUs of the workers and of the points, by number, shared out evenly; empty: all of them see all
+    capture_gpus: list[int] = field(default_factory=list)
+    train_gpus: list[int] = field(default_factory=list)
+    restarts: int = 10  # of a process that was killed from outside
+    session: str = ""  # set by a study: which runs share a pass; by hand, the one run that the command describes
+
+
+@dataclass
 class LaunchConfig:
     kind: str = "local"  # local | torchrun | slurm
     nproc_per_node: int = 1  # processes on each node
@@ -400,6 +447,16 @@ class LaunchConfig:
     rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
     tflops: float | None = None  # sustained by one process, for the hours in the plan; null: as measured, once it is
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    rolling: CoupledConfig = field(default_factory=CoupledConfig)
+
+
+@dataclass
+class PlanConfig:
+    """What the plan of a study assumes until it is counted or measured. Nothing here defines a result."""
+
+    tokens_per_sequence: float | None = None  # mean; null: corpus.max_length, which makes the plan an upper bound
+    supervised_share: float = 1.0  # of the tokens
+    capture_tflops: float | None = None  # sustained by one device that captures, for the hours; training: launch.tflops
 
 
 @dataclass
@@ -434,6 +491,7 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
 
     @property
@@ -449,17 +507,47 @@ class Config:
         capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
+        # What is read in a rolling store is what is read in a whole one, but for copies that are rounded.
+        copies = {"later_epochs": "fp8"} if self.reads_copies else {}
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
-            "data": asdict(self.data),
+            "data": self.data.identity | copies,
             "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
             "seed": self.seed,
         }
+
+    @property
+    def rolls(self) -> bool:
+        return self.store.mode == "rolling"
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether later epochs read fp8 copies of what the first reads."""
+        return self.rolls and self.store.later_epochs == "fp8"
+
+    @property
+    def reading(self) -> dict[str, int | None]:
+        """What decides when a point reads which rows of a store: what `store.plan_of` takes."""
+        steps = self.train.steps if self.train.regime == "steps" else None
+        return {
+            "rows": self.data.sequences,
+            "tokens": self.data.tokens,
+            "seed": self.seed,
+            "batch_tokens": self.train.batch_tokens,
+            "epochs": self.train.epochs if self.train.regime == "epochs" else None,
+            "steps": steps,
+            "window": self.data.window,
+        }
+
+    @property
+    def session_file(self) -> Path:
+        """The runs that share the passes of a session over a rolling store: name -> `reading`."""
+        return Path(self.paths.study) / "rolling" / f"{self.launch.rolling.session}.json"
 
     @property
     def data_identity(self) -> dict[str, Any]:
@@ -530,7 +618,7 @@ def digest(value: Any, length: int = 8) -> str:
 
 NOT_OF_A_POINT = (  # keys of train that do not define the trained head
     "log_every", "checkpoint_every", "keep_last", "keep_best", "eval_every", "max_hours", "nonfinite", "peak_tflops",
-    "micro_batch_tokens",
+    "micro_batch_tokens", "padding",
 )  # fmt: skip
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -543,6 +631,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "capture.backend": ("hf", "vllm"),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
+    "store.mode": ("whole", "rolling"),
+    "store.later_epochs": ("recapture", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
     "draft.kind": tuple(sorted(HEADS)),
     "draft.eagle1.inputs": ("final", "fused"),
@@ -555,6 +645,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
+    "train.padding": ("none", "length"),
     "train.compute_dtype": ("auto", "bf16", "fp32"),
     "optim.kind": ("adamw",),
     "optim.decay": ("cosine", "linear", "constant"),
@@ -574,6 +665,7 @@ POSITIVE = (
     "capture.cache_gib",
     "regenerate.batch",
     "store.row_group_mib",
+    "store.silent_minutes",
     "data.base_sequences",
     "data.scale",
     "draft.steps",
@@ -602,15 +694,20 @@ POSITIVE = (
     "launch.slurm.points_at_once",
     "launch.slurm.capture_jobs",
     "launch.slurm.attempts",
+    "launch.rolling.workers",
+    "launch.rolling.points_at_once",
 )
 
 
 POSITIVE_IF_SET = (
     "corpus.sequences",
+    "store.cap_gib",
+    "data.window",
     "corpus.near_duplicates",
     "corpus.contamination_words",
     "regenerate.conversations",
     "regenerate.max_new_tokens",
+    "data.base_tokens",
     "train.steps",
     "train.micro_batch_tokens",
     "train.checkpoint_every",
@@ -619,6 +716,10 @@ POSITIVE_IF_SET = (
     "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
+    "launch.rolling.capture_threads",
+    "launch.rolling.train_threads",
+    "plan.tokens_per_sequence",
+    "plan.capture_tflops",
     "serve.steps",
 )
 NOT_NEGATIVE = (
@@ -633,7 +734,7 @@ NOT_NEGATIVE = (
     "draft.eagle1.ce_weight",
     "draft.eagle1.noise",
 )
-FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction")
+FRACTIONS = ("optim.warmup_fraction", "optim.final_lr_fraction", "plan.supervised_share")
 # Far above all that is of use: beyond, a slip of the fingers would fill a memory, a disk or a cluster.
 AT_MOST: dict[str, float] = {
     "seed": 2**63 - 1,  # torch's
@@ -644,6 +745,7 @@ AT_MOST: dict[str, float] = {
     "capture.shards": 99_999,  # five digits in their names
     "store.row_group_mib": 1024,  # Parquet's pages end at 2 GiB
     "data.base_sequences": 10**9,
+    "data.base_tokens": 10**14,
     "data.scale": 10**9,
     "draft.steps": 64,
     "draft.vocab_size": 2**24,
@@ -761,9 +863,9 @@ def check(cfg: Config) -> None:
         raise ValueError("capture.max_memory bounds what capture.device_map places: set capture.device_map=auto")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
-    if cfg.data.sequences < 1:
+    if cfg.data.sequences == 0:
         raise ValueError(f"data.scale={cfg.data.scale} of data.base_sequences={cfg.data.base_sequences} is no sequence")
-    if cfg.corpus.sequences is not None and cfg.data.sequences > cfg.corpus.sequences:
+    if cfg.corpus.sequences is not None and (cfg.data.sequences or 0) > cfg.corpus.sequences:
         raise ValueError(
             f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, but corpus.sequences="
             f"{cfg.corpus.sequences}: raise corpus.sequences (and run prepare and capture again) or lower data.scale"
@@ -773,6 +875,10 @@ def check(cfg: Config) -> None:
             f"train.batch_tokens={cfg.train.batch_tokens} is below corpus.max_length={cfg.corpus.max_length}: "
             "one sequence would not fit a batch; raise the former or lower the latter"
         )
+    if cfg.rolls and cfg.store.cap_gib is None:
+        raise ValueError("store.mode=rolling needs a cap: store.cap_gib=GIB of training states on disk at any time")
+    if cfg.reads_copies and cfg.store.dtype == "fp8":
+        raise ValueError("store.later_epochs=fp8 keeps fp8 copies, and store.dtype is fp8 already: raise store.cap_gib")
     launch = cfg.launch
     if launch.kind == "torchrun" and launch.rendezvous is None:
         raise ValueError("launch=torchrun needs launch.rendezvous=HOST:PORT of one of the nodes, the same on all nodes")
@@ -888,7 +994,12 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
 
 
-OPEN = ("study.axes", "target.chat_template_args", "launch.slurm.env")  # keys whose value is a mapping of any keys
+OPEN = (
+    "study.axes",
+    "target.chat_template_args",
+    "target.shape",
+    "launch.slurm.env",
+)  # keys whose value is a mapping of any keys
 
 
 def compose_raw(overrides: list[str]) -> DictConfig:

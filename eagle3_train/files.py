@@ -13,9 +13,12 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import __version__
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
 
 
 def temporary_path(path: Path) -> Path:
@@ -98,15 +101,57 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON; a file that is cut or not JSON is named in the error."""
+def inside(path: str | Path, name: str) -> str:
+    """Path of `name` in the folder `path`; the options of a URI stay at its end."""
+    base, mark, options = str(path).partition("?") if is_uri(path) else (str(path), "", "")
+    return f"{base.rstrip('/')}/{name}{mark}{options}"
+
+
+def is_uri(path: str | Path) -> bool:
+    """Whether it is in an object store (s3://...), and not a local path."""
+    return "://" in str(path)
+
+
+def filesystem(uri: str) -> tuple[pafs.FileSystem, str]:
+    """What opens a URI, by itself (s3://, gs://, hdfs://) or through fsspec, and its path there."""
+    import pyarrow as pa
+    import pyarrow.fs as pafs
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return pafs.FileSystem.from_uri(uri)
+    except pa.ArrowInvalid:  # a scheme that pyarrow does not know by itself
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(uri)
+        return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), root
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is a file, on a disk or in an object store."""
+    if not is_uri(path):
+        return Path(path).is_file()
+    fs, at = filesystem(str(path))
+    return bool(fs.get_file_info(at).is_file)
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """All of a file, on a disk or in an object store. FileNotFoundError where there is none."""
+    if not is_uri(path):
+        return Path(path).read_bytes()
+    fs, at = filesystem(str(path))
+    with fs.open_input_file(at) as f:
+        return bytes(f.read())
+
+
+def read_json(path: str | Path) -> Any:
+    """Read JSON, of an object store too; a file that is cut or not JSON is named in the error."""
+    try:
+        return json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and run the step that writes it again") from e
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: str | Path) -> dict[str, Any]:
     """`read_json` of a file that holds one object: anything else is named in the error."""
     value = read_json(path)
     if not isinstance(value, dict):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.console import say
+from eagle3_train.files import inside, is_file
 
 if TYPE_CHECKING:
     from eagle3_train.drafts import Draft
@@ -102,6 +103,14 @@ def capture(call: Call) -> int:
     return 0
 
 
+def roll(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.capture import roll as roll_store
+
+    roll_store(cfg, rank=_rank(), world=int(os.environ.get("WORLD_SIZE", "1")))
+    return 0
+
+
 def train(call: Call) -> int:
     cfg = call.config()
     if cfg.dry_run:
@@ -167,7 +176,7 @@ def _estimate(cfg: Config) -> int:
     from sweeps.estimate import describe_point
 
     parameters = None
-    if (Path(cfg.paths.store) / "manifest.json").is_file():
+    if is_file(inside(cfg.paths.store, "manifest.json")):
         from eagle3_train.train import parameter_counts
 
         parameters = parameter_counts(cfg)
@@ -279,14 +288,25 @@ def study(call: Call) -> int:
 
     if call.words[:1] == ["power"]:
         return _power(call)
+    if call.words == ["tune"]:
+        from sweeps.tune import tune
+
+        tune(call.overrides)
+        return 0
     if call.words:
         return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
 
-    done = run_study(call.overrides, verify=_check_trackers)
+    done = run_study(call.overrides, verify=_check_trackers, share=_share_passes)
     if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
         _report([point.dir for point in done.study.points], done.study.dir)
     return bool(done.failed)
+
+
+def _share_passes(cfg: Config, readings: dict[str, dict[str, Any]]) -> list[list[str]]:
+    from eagle3_train.capture import share_passes
+
+    return [list(group) for group in share_passes(cfg, readings)]
 
 
 def _check_trackers(cfg: Config) -> None:
@@ -344,11 +364,12 @@ def _rank() -> int:
 # Keys that several steps explain.
 LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
-    "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
-    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.oov",
-    "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.eval_every",
-    "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction", "optim.decay",
-    "engine.kind", "tracker.kinds", "device", "dry_run",
+    "data.scale", "data.base_sequences", "data.base_tokens", "seed",
+    "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
+    "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.padding",
+    "train.oov", "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best",
+    "train.eval_every", "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction",
+    "optim.decay", "engine.kind", "tracker.kinds", "device", "dry_run",
 )  # fmt: skip
 EVALUATION = (
     "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",
@@ -430,9 +451,27 @@ STEPS: dict[str, Step] = {
         ),
         is_job=True,
     ),
+    "roll": Step(
+        roll,
+        "with store.mode=rolling: capture shards while points train on them, and delete what no point needs any more",
+        "what `prepare` and `capture` wrote, and the marks that the points leave in the store",
+        "<study>/store/shard-*.parquet, at most store.cap_gib of them at any time",
+        (
+            "store.mode",
+            "store.cap_gib",
+            "store.later_epochs",
+            "store.silent_minutes",
+            "data.window",
+            "capture.shards",
+            "capture.backend",
+            "launch.nproc_per_node",
+        ),
+        ("eagle3 roll store.mode=rolling store.cap_gib=2 data.window=16    while `eagle3 train` runs with the same",),
+        is_job=True,
+    ),
     "train": Step(
         train,
-        "one draft head on the first data.scale * data.base_sequences sequences of the store",
+        "one draft head on a prefix of the store: data.scale * data.base_sequences sequences, or * data.base_tokens",
         "what `capture` wrote",
         "<study>/<point>/: config.yaml, metrics.jsonl, checkpoints/, train.json",
         (*TRAINING, *LAUNCH),
@@ -509,6 +548,7 @@ STEPS: dict[str, Step] = {
             "paths.outputs",
             "data.scale",
             "data.base_sequences",
+            "data.base_tokens",
             "seed",
             "tracker.kinds",
             *LAUNCH,
@@ -526,6 +566,7 @@ STEPS: dict[str, Step] = {
             "logs JOB": "the end of a job's log; the beginning of its name will do",
             "retry [JOB...]": "run the named jobs again, or all that failed or were stopped",
             "cancel": "end what runs, on whatever machine",
+            "tune": "the learning rate: several optim.lr at the smallest scale, and whether the choice transfers",
             "power [PILOT]": "the smallest gain that this design would find; noise as in the study PILOT, or assumed",
         },
         takes_words=True,

@@ -18,12 +18,13 @@ from typing import Any
 
 from eagle3_train.config import Config, digest
 from eagle3_train.console import say
-from eagle3_train.files import content_fingerprint, read_json, write_json
+from eagle3_train.files import content_fingerprint, inside, is_file, read_json, write_json
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
-DIVIDED = ("capture", "regenerate")  # steps whose work any number of jobs and processes share out
-OF_STUDY = (*SHARED, "regenerate", "report")  # steps of the study as a whole; the others are steps of a point
+DIVIDED = ("capture", "regenerate", "roll")  # steps whose work any number of jobs and processes share out
+OF_STUDY = (*SHARED, "regenerate", "roll", "report")  # steps of the study as a whole; the others are steps of a point
 TRAINS = ("train", "point")  # the steps that an engine runs
+NOT_OF_THE_DATA = ("mode", "cap_gib", "later_epochs", "silent_minutes")  # of `store`: when states are there, not which
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Job:
     @property
     def name(self) -> str:
         name = self.step if self.step in OF_STUDY else self.cfg.point_name
+        if self.step == "roll" and self.cfg.launch.rolling.session:
+            name = f"{name}-{self.cfg.launch.rolling.session}"
         return name if self.part is None else f"{name}-{self.part[0]}-of-{self.part[1]}"
 
     @property
@@ -66,7 +69,7 @@ class Job:
         """From files alone, and cheap: asked by a study before it starts any process. Other steps look for
         themselves at what they have done."""
         if self.step in SHARED:
-            return all(p.is_file() for p in outputs(self.cfg, self.step)) and self._is_as_stamped()
+            return all(map(is_file, outputs(self.cfg, self.step))) and self._is_as_stamped()
         return self.step == "point" and is_measured(self.cfg, self.folder)
 
     def has_changed(self) -> bool:
@@ -77,7 +80,7 @@ class Job:
     def finish(self) -> bool:
         """After a successful run: record what a shared step has made. False: something that it should make is missing.
         Of several parts, the last to finish completes the whole."""
-        if self.step in SHARED and all(p.is_file() for p in outputs(self.cfg, self.step)):
+        if self.step in SHARED and all(map(is_file, outputs(self.cfg, self.step))):
             stamp = {"settings": data_identity(self.cfg, self.step), "inputs": inputs(self.cfg, self.step)}
             write_json(self._stamp, stamp)
         return self.is_done() or self.part is not None or self.step not in (*SHARED, "point")
@@ -95,24 +98,31 @@ class Job:
         return all(now in (None, read.get(name)) for name, now in inputs(self.cfg, self.step).items())
 
 
-def outputs(cfg: Config, step: str) -> list[Path]:
-    """What a shared step leaves when it is complete: the file that each of its parts writes last."""
+def outputs(cfg: Config, step: str) -> list[str]:
+    """What a shared step leaves when it is complete: the file that each of its parts writes last, or its URI."""
     if step == "prepare":
-        return [Path(cfg.paths.corpus) / "report.json"]
-    store = Path(cfg.paths.store)
-    stores = [store, store / "validation", *(store / "transcripts" / task.name for task in cfg.eval.tasks)]
-    return [s / "manifest.json" for s in stores]
+        return [inside(cfg.paths.corpus, "report.json")]
+    others = ["validation", *(f"transcripts/{task.name}" for task in cfg.eval.tasks)]
+    return [training_manifest(cfg), *(inside(cfg.paths.store, f"{part}/manifest.json") for part in others)]
+
+
+def training_manifest(cfg: Config) -> str:
+    """What says what the training store holds: its manifest, or while it rolls, what stands in for it."""
+    whole = inside(cfg.paths.store, "manifest.json")
+    return inside(cfg.paths.store, "rolling.json") if cfg.rolls and not is_file(whole) else whole
 
 
 def data_identity(cfg: Config, step: str = "capture") -> str:
     """Digest of all settings that shape the data that the points of a study share."""
+    target = {key: value for key, value in asdict(cfg.target).items() if key != "shape"}  # the model itself has it
     parts: dict[str, Any] = {
-        "target": asdict(cfg.target),
+        "target": target,
         "corpus": asdict(cfg.corpus),
         "tasks": [asdict(task) for task in cfg.eval.tasks],
     }
     if step != "prepare":
-        parts |= {"capture": asdict(cfg.capture), "store": asdict(cfg.store)}
+        store = {key: value for key, value in asdict(cfg.store).items() if key not in NOT_OF_THE_DATA}
+        parts |= {"capture": asdict(cfg.capture), "store": store}
     return digest(parts, 16)
 
 
@@ -137,7 +147,7 @@ def is_measured(cfg: Config, folder: Path) -> bool:
     if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)) or is_of_another_store(cfg, folder):
         return False
     replayed = result.get("transcripts", {})
-    if any(_fingerprint(cfg, f"transcripts/{t.name}") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
+    if any(_fingerprint(cfg, f"transcripts/{t.name}/") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
         return False
     if not (cfg.eval.decode and cfg.eval.decode_tasks):
         return True
@@ -173,11 +183,12 @@ def set_aside(cfg: Config, folder: Path) -> None:
 
 
 def _fingerprint(cfg: Config, part: str = "") -> str | None:
-    """Of the training store, or of one inside it, by its manifest; None where there is none, or not on a local path."""
-    return _read(Path(cfg.paths.store) / part / "manifest.json").get("fingerprint")
+    """Of the training store, or of one inside it, by its manifest; None where there is none."""
+    path = inside(cfg.paths.store, f"{part}manifest.json") if part else training_manifest(cfg)
+    return _read(path).get("fingerprint")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: str | Path) -> dict[str, Any]:
     """A JSON file; empty where it is missing or damaged: whoever wrote it looks at it again."""
     try:
         value = read_json(path)

@@ -1,22 +1,23 @@
 """What training, capture and storage of a study take, from shapes alone: the arithmetic behind `dry_run=true`.
 
-Numbers of tokens are those of the corpus once it is prepared; before, every sequence counts as long as it may be, and
-the estimate is an upper bound. FLOPs count a multiply-add twice, a backward pass as two forward ones.
+Numbers of tokens are those of the corpus once it is prepared; before, as `plan.tokens_per_sequence` says; without it,
+every sequence counts as long as it may be, and the estimate is an upper bound. FLOPs count a multiply-add twice, a
+backward pass as two forward ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle3_train.config import Config
-from eagle3_train.files import read_json
+from eagle3_train.files import inside, is_file, read_json
 from sweeps.heads import head_cost
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+INDEX_BYTES = 24  # a sequence in a process that trains: its length, and where it lies
 TRAINING_BYTES = 12  # a parameter in a checkpoint: fp32 weight and AdamW's two moments
 
 
@@ -30,6 +31,7 @@ class Shape:
     queries: int  # width of all query heads together
     keys: int  # width of all key heads together
     vocab: int
+    head_dim: int
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
@@ -39,7 +41,7 @@ class Shape:
         width = config.get("head_dim") or hidden // heads
         keys = (config.get("num_key_value_heads") or heads) * width
         intermediate, layers = config["intermediate_size"], config["num_hidden_layers"]
-        return cls(hidden, intermediate, layers, heads * width, keys, config["vocab_size"])
+        return cls(hidden, intermediate, layers, heads * width, keys, config["vocab_size"], width)
 
     @property
     def parameters(self) -> int:
@@ -50,39 +52,57 @@ class Shape:
 
 @dataclass(frozen=True)
 class Data:
-    """Of `sequences` sequences. `exact`: counted, not bounded."""
+    """Of `sequences` sequences. `exact`: counted. `assumed`: by a mean length, not bounded by the greatest."""
 
     sequences: int
     tokens: float
     supervised: float
     exact: bool
+    assumed: bool = False
 
     def first(self, sequences: int) -> Data:
         """The first ones, which are a random sample."""
         share = sequences / self.sequences
-        return Data(sequences, self.tokens * share, self.supervised * share, self.exact)
+        return replace(self, sequences=sequences, tokens=self.tokens * share, supervised=self.supervised * share)
+
+    def of(self, point: Config) -> Data:
+        """Those that a point trains on."""
+        if (wanted := point.data.tokens) is not None:
+            return self.first(math.ceil(self.sequences * wanted / self.tokens))
+        return self.first(point.data.sequences or 0)
+
+    @property
+    def sure(self) -> str:
+        """What to say before a number that follows from it."""
+        return "" if self.exact else "about " if self.assumed else "at most "
 
 
 def shape_of(cfg: Config) -> Shape | None:
-    """The target's shape, where its config.json is on this machine already."""
-    for folder in (Path(cfg.paths.target), Path(cfg.paths.store) / "target", Path(cfg.target.model)):
-        if (folder / "config.json").is_file():
-            return Shape.of(read_json(folder / "config.json"))
-    return None
+    """The target's shape: from its config.json, where that is on this machine already, or as `target.shape` says."""
+    for folder in (cfg.paths.target, inside(cfg.paths.store, "target"), cfg.target.model):
+        if is_file(path := inside(folder, "config.json")):
+            return Shape.of(read_json(path))
+    try:
+        return Shape.of(cfg.target.shape) if cfg.target.shape else None
+    except KeyError as e:
+        raise ValueError(f"target.shape has no {e}: give the sizes as the model's config.json has them") from e
 
 
-def data_of(cfg: Config, largest: int) -> Data:
-    """The training corpus: as it was captured or prepared, or at most `largest` sequences of the greatest length."""
-    store, corpus = Path(cfg.paths.store) / "manifest.json", Path(cfg.paths.corpus) / "report.json"
-    if store.is_file():
+def data_of(cfg: Config) -> Data:
+    """The training corpus: as it was captured or prepared, or as `plan` assumes, or sequences of the greatest length;
+    where neither says how many there are, as many as the point `cfg` needs."""
+    store, corpus = inside(cfg.paths.store, "manifest.json"), inside(cfg.paths.corpus, "report.json")
+    if is_file(store):
         found = read_json(store)
         return Data(found["rows"], found["tokens"], found["supervised_tokens"], exact=True)
-    if corpus.is_file():
+    if is_file(corpus):
         found = read_json(corpus)["parts"]["train"]
         return Data(found["sequences"], found["tokens"], found["supervised_tokens"], exact=True)
-    sequences = cfg.corpus.sequences or largest
-    tokens = float(sequences * cfg.corpus.max_length)
-    return Data(sequences, tokens, tokens, exact=False)
+    mean, longest = cfg.plan.tokens_per_sequence, cfg.corpus.max_length
+    length = longest if mean is None else min(mean, longest)
+    sequences = cfg.corpus.sequences or cfg.data.sequences or math.ceil((cfg.data.tokens or 0) / length)
+    tokens = float(sequences * length)
+    return Data(sequences, tokens, tokens * cfg.plan.supervised_share, exact=False, assumed=mean is not None)
 
 
 def epochs(cfg: Config, data: Data) -> float:
@@ -106,13 +126,42 @@ def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
     return epochs(cfg, data) * (6 * trained + frozen)
 
 
-def capture_flops(shape: Shape, data: Data) -> float:
-    return 2.0 * shape.parameters * data.tokens
+def capture_flops(shape: Shape, tokens: float) -> float:
+    return 2.0 * shape.parameters * tokens
 
 
-def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
-    """Hidden states of the training store: the head's inputs and the final state."""
-    return data.tokens * (n_inputs(cfg) + 1) * shape.hidden * BYTES[cfg.store.dtype]
+def store_bytes(cfg: Config, shape: Shape, data: Data, dtype: str | None = None) -> float:
+    """Hidden states of the training store: the head's inputs and the final state. `dtype`: in place of the store's."""
+    return data.tokens * token_bytes(cfg, shape, dtype)
+
+
+def token_bytes(cfg: Config, shape: Shape, dtype: str | None = None) -> int:
+    """Hidden states of one token in the store."""
+    dtype = dtype or cfg.store.dtype
+    scale = 4 if dtype == "fp8" else 0  # of a layer's state
+    return (n_inputs(cfg) + 1) * (shape.hidden * BYTES[dtype] + scale)
+
+
+def captured_tokens(points: Sequence[Config], data: Data, later_epochs: str) -> float:
+    """Tokens that a rolling store's workers capture for all points: those that train at the same time share their
+    passes, each as long as the longest of them needs; fp8 copies take the place of all but the first."""
+    reading = [cfg for cfg in points if cfg.train.regime != "none"]
+    at_once = points[0].launch.rolling.points_at_once
+    total = 0.0
+    for start in range(0, len(reading), at_once):
+        group = reading[start : start + at_once]
+        needs = [(part.tokens, epochs(cfg, part)) for cfg in group for part in [data.of(cfg)]]
+        passes = math.ceil(max(n for _, n in needs)) if later_epochs == "recapture" else 1
+        total += sum(max(tokens * min(1.0, max(0.0, n - i)) for tokens, n in needs) for i in range(passes))
+    return total
+
+
+def exchanged_bytes(cfg: Config, shape: Shape) -> float:
+    """What a node sends to others in an optimizer step, and receives: gradients in fp32, summed around a ring; sharded
+    weights are gathered besides, once forward and once backward, in place of one of the ring's two rounds."""
+    nodes = cfg.launch.nodes
+    rounds = 3 if cfg.engine.kind == "fsdp2" or _zero_stage(cfg) == 3 else 2
+    return rounds * 4 * head_cost(cfg.draft, shape, n_inputs(cfg)).parameters * (nodes - 1) / nodes
 
 
 def checkpoint_bytes(points: Iterable[Config], shape: Shape) -> float:
@@ -147,9 +196,14 @@ def training_bytes(cfg: Config, shape: Shape) -> dict[str, float]:
 def _bytes_of_a_parameter(cfg: Config, processes: int) -> float:
     """On one process: weight, gradient and AdamW's two moments in fp32, as far as its engine does not shard them."""
     if cfg.engine.kind == "deepspeed":  # which keeps masters besides the weights
-        stage = cfg.engine.deepspeed.get("zero_optimization", {}).get("stage", 0)
+        stage = _zero_stage(cfg)
         return 4 / (processes if stage == 3 else 1) + 4 / (processes if stage >= 2 else 1) + 12 / processes
     return 16 / {"fsdp2": processes, "hsdp": cfg.engine.shard_size or 1}.get(cfg.engine.kind, 1)
+
+
+def _zero_stage(cfg: Config) -> int:
+    """Of DeepSpeed; 0 for other engines."""
+    return int(cfg.engine.deepspeed.get("zero_optimization", {}).get("stage", 0))
 
 
 def n_inputs(cfg: Config) -> int:

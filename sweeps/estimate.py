@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_train.config import Config
 from eagle3_train.console import duration, size
-from eagle3_train.files import read_json, read_object
+from eagle3_train.files import inside, is_file, read_json, read_object
 from launch import Job
 from sweeps import cost
 from sweeps.points import Point, Study
@@ -24,13 +25,32 @@ def describe(study: Study) -> str:
         mark = "done" if is_done else "to do"
         decode = ", decoded too" if point.cfg.eval.decode and point.cfg.eval.decode_tasks else ""
         lines.append(
-            f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data.sequences} sequences, "
-            f"{_length(point.cfg)}{decode})"
+            f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data}, {_length(point.cfg)}{decode})"
         )
     lines += [f"  {item} matches no point" for item in study.unmatched]
     if cfg.eval.decode and cfg.eval.decode_tasks and not any(p.cfg.eval.decode for p in study.points):
         lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
+    if missing := missing_data(study):
+        lines.append(f"  {missing}")
     return "\n".join([*lines, _data(study)])
+
+
+def missing_data(study: Study) -> str:
+    """What the largest point needs beyond the store; "" where that is enough, or not captured yet."""
+    cfg, largest = study.cfg, study.largest.cfg
+    if not is_file(inside(cfg.paths.store, "manifest.json")):
+        return ""
+    held = cost.data_of(cfg)
+    needed = held.of(largest)
+    if (more := needed.sequences - held.sequences) <= 0:
+        return ""
+    missing, shape = held.first(more), cost.shape_of(cfg)
+    disk = f", {size(cost.store_bytes(cfg, shape, missing))}" if shape else ""
+    return (
+        f"{largest.data.scale:g}x needs {largest.data}, the store {cfg.paths.store} holds {held.sequences}: "
+        f"{more} more sequences to capture, about {missing.tokens:,.0f} tokens{disk} "
+        f"(corpus.sequences={needed.sequences}, and another study.name or paths.store; or remove the store)"
+    )
 
 
 def _length(cfg: Config) -> str:
@@ -39,31 +59,75 @@ def _length(cfg: Config) -> str:
 
 
 def _data(study: Study) -> str:
-    """What the study takes: data, disk, FLOPs, hours, as far as each is known."""
+    """What the study takes: data, disk, FLOPs, hours and traffic, as far as each is known."""
     cfg, points = study.cfg, [p.cfg for p in study.points]
-    data, shape = cost.data_of(cfg, study.largest.cfg.data.sequences), cost.shape_of(cfg)
-    at_most = "" if data.exact else "at most "
-    text = f"  data: {data.sequences:,} sequences, {at_most}{data.tokens:,.0f} tokens"
+    data, shape = cost.data_of(study.largest.cfg), cost.shape_of(cfg)
+    sure = data.sure
+    text = f"  data: {data.sequences:,} sequences, {sure}{data.tokens:,.0f} tokens"
+    if data.exact or data.assumed:
+        text += f", {sure}{data.supervised:,.0f} of them supervised"
     if shape is None:
         return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
-    flops = sum(cost.training_flops(p, shape, data.first(p.data.sequences)) for p in points)
-    supervised = f", {data.supervised:,.0f} of them supervised" if data.exact else ""  # known once it is prepared
-    return "\n".join(
-        [
-            text + supervised,
-            f"  disk: {at_most}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
-            f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
-            f"  compute: {at_most}{cost.capture_flops(shape, data):.2g} FLOPs to capture, "
-            f"{at_most}{flops:.2g} to train all points{_hours(cfg, (p.dir for p in study.points), flops)}",
-        ]
-    )
+    flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
+    speed = Speed.of(cfg, (p.dir for p in study.points))
+    tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
+    capture, tflops = cost.capture_flops(shape, tokens), cfg.plan.capture_tflops
+    lines = [
+        text,
+        f"  disk: {sure}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
+        f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
+        *(_rolling(cfg, points, shape, data) if cfg.rolls else ()),
+        f"  compute: {sure}{capture:.2g} FLOPs to capture"
+        + (f" ({capture / tflops / 3.6e15:,.0f} device-hours at plan.capture_tflops={tflops:g})" if tflops else "")
+        + f", {sure}{flops:.2g} to train all points{speed.text(flops) if speed else ''}",
+    ]
+    if tflops:
+        rate = tflops * 1e12 / cost.capture_flops(shape, 1)
+        lines.append(
+            f"  a device captures {rate:,.0f} tokens/s, and writes {size(rate * cost.token_bytes(cfg, shape))}/s"
+        )
+    if speed and flops:
+        lines += _traffic(study.largest.cfg, shape, data, speed)
+    return "\n".join(lines)
+
+
+def _traffic(cfg: Config, shape: cost.Shape, data: cost.Data, speed: Speed) -> list[str]:
+    """What training needs of a node's disk, network and memory, at its speed: the largest point."""
+    data = data.of(cfg)
+    processes = cfg.launch.nodes * cfg.launch.nproc_per_node
+    tokens_per_s = cost.epochs(cfg, data) * data.tokens / (cost.training_flops(cfg, shape, data) / speed.flops_per_s)
+    read = tokens_per_s / cfg.launch.nodes * cost.token_bytes(cfg, shape)
+    where = f"{processes} processes" if processes > 1 else "one process"
+    text = f"  {cfg.data.scale:g}x trains {tokens_per_s:,.0f} tokens/s on {where}: a node reads {size(read)}/s"
+    if cfg.launch.nodes > 1:
+        step = cost.exchanged_bytes(cfg, shape)
+        text += f", and exchanges {size(step)} a step, {size(step * tokens_per_s / cfg.train.batch_tokens)}/s"
+    memory, index = sum(cost.training_bytes(cfg, shape).values()), cost.INDEX_BYTES * data.sequences
+    return [text, f"  memory of a process: about {size(memory)} of tensors, {size(index)} of the store's index"]
+
+
+def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Data) -> list[str]:
+    """What a rolling store takes, with either way to feed later epochs."""
+    copies = cost.store_bytes(cfg, shape, data, "fp8")
+    lines = [
+        f"  rolling: at most {cfg.store.cap_gib:g} GiB of the hidden states at a time; windows of "
+        f"{cfg.data.window or 'all'} sequences; {cfg.launch.rolling.points_at_once} point(s) share a pass"
+    ]
+    for choice, room in (("recapture", "nothing"), ("fp8", f"{size(copies)} of copies")):
+        tokens = cost.captured_tokens(points, data, choice)
+        mark = " (chosen)" if choice == cfg.store.later_epochs else ""
+        lines.append(
+            f"    store.later_epochs={choice}{mark}: {tokens:,.0f} tokens captured, "
+            f"{cost.capture_flops(shape, tokens):.2g} FLOPs; keeps {room} within the cap for later epochs"
+        )
+    return lines
 
 
 def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
     """One point before it is trained: steps, tokens, FLOPs, memory and time, as far as known. `parameters`: of its head
     by part, where the store that it is built from is there."""
-    data, shape = cost.data_of(cfg, cfg.data.sequences).first(cfg.data.sequences), cost.shape_of(cfg)
-    about = "about " if data.exact else "at most "
+    data, shape = cost.data_of(cfg).of(cfg), cost.shape_of(cfg)
+    about = data.sure or "about "
     steps, consumed = cost.optimizer_steps(cfg, data), cost.epochs(cfg, data) * data.tokens
     lines = [
         f"point {cfg.point_name}, in {cfg.point_dir}",
@@ -76,29 +140,44 @@ def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
         return "\n".join([*lines, "  the rest is known once the target model is there (eagle3 prepare)"])
     flops, memory = cost.training_flops(cfg, shape, data), cost.training_bytes(cfg, shape)
     parts = ", ".join(f"{size(n)} {what}" for what, n in memory.items())
-    siblings = sorted(path.parent for path in Path(cfg.paths.study).glob("*/train.json"))
+    speed = Speed.of(cfg, sorted(path.parent for path in Path(cfg.paths.study).glob("*/train.json")))
     return "\n".join(
         [
             *lines,
             f"  memory: about {size(sum(memory.values()))} of tensors a process ({parts}); checkpoints "
             f"{size(cost.checkpoint_bytes([cfg], shape))}",
-            f"  compute: {about}{flops:.2g} FLOPs{_hours(cfg, siblings, flops)}",
+            f"  compute: {about}{flops:.2g} FLOPs{speed.text(flops) if speed else ''}",
         ]
     )
 
 
-def _hours(cfg: Config, points: Iterable[Path], flops: float) -> str:
-    """Time of `flops` at the speed that these points had, or at `launch.tflops` a process."""
-    found = [read_json(p / "train.json") for p in points if (p / "train.json").is_file()]
-    done = [d for d in found if d["train_flops"]]
-    launch = cfg.launch
-    if done:
-        rate = sum(d["train_flops"] for d in done) / sum(d["wall_seconds"]["train"] for d in done)
-        return f", {duration(flops / rate)} at the {rate / 1e12:.2g} TFLOP/s of the points that are trained"
-    if launch.tflops:
-        rate = launch.tflops * 1e12 * launch.nodes * launch.nproc_per_node
-        return f", {duration(flops / rate)} at launch.tflops={launch.tflops:g} a process"
-    return ""
+@dataclass(frozen=True)
+class Speed:
+    """Of all processes of a point together; `where`: that is known from."""
+
+    flops_per_s: float
+    processes: int
+    where: str
+
+    @classmethod
+    def of(cls, cfg: Config, points: Iterable[Path]) -> Speed | None:
+        """As these points had it, or as `launch.tflops` says; None where neither is known."""
+        launch = cfg.launch
+        processes = launch.nodes * launch.nproc_per_node
+        found = [read_json(p / "train.json") for p in points if (p / "train.json").is_file()]
+        if done := [d for d in found if d["train_flops"]]:
+            rate = sum(d["train_flops"] for d in done) / sum(d["wall_seconds"]["train"] for d in done)
+            return cls(rate, processes, f"the {rate / 1e12:.2g} TFLOP/s of the points that are trained")
+        if launch.tflops:
+            rate = launch.tflops * 1e12 * processes
+            return cls(rate, processes, f"launch.tflops={launch.tflops:g} a process")
+        return None
+
+    def text(self, flops: float) -> str:
+        """Time of `flops`."""
+        seconds = flops / self.flops_per_s
+        many = f" ({seconds * self.processes / 3600:,.0f} device-hours)" if self.processes > 1 else ""
+        return f", {duration(seconds)}{many} at {self.where}"
 
 
 class TimeLeft:
@@ -136,6 +215,6 @@ class TimeLeft:
 
 
 def work(cfg: Config) -> float:
-    """Training work of a point in sequences, or in steps where these are fixed; K steps of the head each."""
-    units = cfg.train.steps if cfg.train.regime != "epochs" else cfg.data.sequences * cfg.train.epochs
+    """Training work of a point: multiples of the data at 1x, or steps where these are fixed; K of the head each."""
+    units = cfg.train.steps if cfg.train.regime != "epochs" else cfg.data.scale * cfg.train.epochs
     return float(units or 0) * cfg.draft.steps

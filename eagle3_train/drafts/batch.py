@@ -1,7 +1,7 @@
 """Sequences laid end to end, and which rows of them a draft head computes at each training-time-test step.
 
-No padding anywhere: `N` is the number of tokens of all documents. Shape suffixes: N tokens, R rows (anchors) of a step,
-L layers, H hidden size.
+`N` is the number of tokens of all documents; padding, where it is asked for, is documents without supervised tokens.
+Shape suffixes: N tokens, R rows (anchors) of a step, L layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -29,6 +29,25 @@ class SequenceLike(Protocol):
     def target_argmax(self) -> np.ndarray: ...  # [T] int32, -1: not computed
 
 
+PAD_TO = 64  # padded sequences are a multiple of this long: few shapes
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """A document that trains nothing."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    hidden: Tensor
+    target_argmax: np.ndarray
+
+    @classmethod
+    def of(cls, n_tokens: int, n_layers: int, hidden_size: int) -> _Filler:
+        zeros = np.zeros(n_tokens, np.int32)
+        hidden = torch.zeros(n_tokens, n_layers, hidden_size)
+        return cls(zeros, zeros.astype(np.uint8), hidden, np.full(n_tokens, -1, np.int32))
+
+
 @dataclass(frozen=True)
 class DraftBatch:
     """Documents end to end. `starts` holds their offsets: 0 first, N last."""
@@ -44,10 +63,20 @@ class DraftBatch:
         return self.starts[-1]
 
     @classmethod
-    def collate(cls, sequences: Iterable[SequenceLike], device: torch.device, dtype: torch.dtype) -> DraftBatch:
-        """Lay sequences end to end; at least one."""
+    def collate(
+        cls, sequences: Iterable[SequenceLike], device: torch.device, dtype: torch.dtype, padded: bool = False
+    ) -> DraftBatch:
+        """Lay sequences end to end; at least one. `padded`: each filled up to the longest, rounded up to `PAD_TO`.
+
+        What fills is a document of its own without a supervised token, so that no head needs to know of padding.
+        """
         items = list(sequences)
         assert items, "see collate_or_placeholder"
+        if padded:
+            width = -(-max(len(s.input_ids) for s in items) // PAD_TO) * PAD_TO
+            fill = [_Filler.of(width - len(s.input_ids), *s.hidden.shape[1:]) for s in items]
+            pairs = zip(items, fill, strict=True)
+            items = [document for pair in pairs for document in pair if len(document.input_ids)]
         starts = [0]
         for s in items:
             starts.append(starts[-1] + len(s.input_ids))
@@ -65,22 +94,20 @@ class DraftBatch:
 
     @classmethod
     def collate_or_placeholder(
-        cls, sequences: Iterable[SequenceLike], head: Any, device: torch.device, dtype: torch.dtype
+        cls,
+        sequences: Iterable[SequenceLike],
+        head: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        padded: bool = False,
     ) -> DraftBatch:
         """`collate`, or where there are none one token with nothing supervised: what a rank without a share of a small
         global batch computes, so that all ranks take part in every collective. Its loss and its gradients are zero.
 
         head: the draft head, for its `n_layers` and `hidden_size`.
         """
-        if items := list(sequences):
-            return cls.collate(items, device, dtype)
-        return cls(
-            input_ids=torch.zeros(1, dtype=torch.int64, device=device),
-            hidden=torch.zeros(1, head.n_layers, head.hidden_size, dtype=dtype, device=device),
-            target_argmax=torch.full((1,), -1, device=device),
-            loss_mask=np.zeros(1, bool),
-            starts=[0, 1],
-        )
+        items = list(sequences) or [_Filler.of(1, head.n_layers, head.hidden_size)]
+        return cls.collate(items, device, dtype, padded)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-
-def inside(path: str | Path, name: str) -> str:
-    """Path of the folder `name` in the folder `path`; the options of a URI stay at its end."""
-    base, mark, options = str(path).partition("?") if "://" in str(path) else (str(path), "", "")
-    return f"{base.rstrip('/')}/{name}{mark}{options}"
+from eagle3_train.files import filesystem, inside, is_uri
 
 
 class Folder:
@@ -30,18 +26,12 @@ class Folder:
 
     def __init__(self, uri: str | Path) -> None:
         self.uri = str(uri)
-        self._base = self.uri.partition("?")[0] if "://" in self.uri else self.uri
-        if "://" not in self.uri:
-            self.fs: pafs.FileSystem = pafs.LocalFileSystem()
-            self.root = os.path.abspath(os.path.expanduser(self.uri))
+        self._base = self.uri.partition("?")[0] if is_uri(self.uri) else self.uri
+        if is_uri(self.uri):
+            self.fs, self.root = filesystem(self.uri)
         else:
-            try:
-                self.fs, self.root = pafs.FileSystem.from_uri(self.uri)
-            except pa.ArrowInvalid:  # a scheme that pyarrow does not know by itself
-                import fsspec
-
-                fs, self.root = fsspec.core.url_to_fs(self.uri)
-                self.fs = pafs.PyFileSystem(pafs.FSSpecHandler(fs))
+            self.fs = pafs.LocalFileSystem()
+            self.root = os.path.abspath(os.path.expanduser(self.uri))
         self.is_local = isinstance(self.fs, pafs.LocalFileSystem)
 
     def path(self, name: str) -> str:
@@ -124,11 +114,13 @@ class Folder:
             except OSError:
                 continue  # a living writer's, just renamed, or a file system without locks
 
-    def remove_temporaries(self, prefix: str) -> None:
-        """Remove the unfinished files of that prefix, whoever's they are: only when nothing is left to be written."""
+    def remove_temporaries(self, prefix: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Remove the unfinished files of that prefix whose final name is `wanted`, whoever's they are: only where no
+        other process writes them."""
         if self.is_local:
             for path in Path(self.root).glob(f".{prefix}*.tmp"):
-                path.unlink(missing_ok=True)
+                if wanted(path.name[1:]):
+                    path.unlink(missing_ok=True)
 
 
 def _open_locked(path: str) -> BinaryIO:

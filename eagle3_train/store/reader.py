@@ -6,7 +6,8 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,12 +19,16 @@ import torch
 from .codec import DTYPES, decode, read_dtype
 from .folder import Folder, RangeReader
 from .index import Index
-from .manifest import Manifest
+from .manifest import Manifest, ShardEntry
+from .plan import BatchPlan
 from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
 from .verify import Problem, verify
 from .writer import PREFIX, remedy
 
 CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
+RUN = (
+    16  # neighbouring row groups whose small columns are read at once: half a GiB of states, a few hundred KiB of these
+)
 OPEN_SHARDS = 128
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -33,32 +38,28 @@ class Store:
     """A finished store. `store[i]` and `read(rows)` give sequences; rows are numbered in the store's global order.
 
     Every row's hidden states are one exact byte range of a shard, so a rank reads its own rows and nothing around them.
-    The small columns are decoded a row group at a time and kept in a small cache. Threads may share a store.
+    The small columns are decoded some row groups at a time and kept in a small cache. Threads may share a store.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.index = Index(folder, manifest.rows)
-        self._columns = [f.name for f in arrow_schema(manifest.spec) if f.name != HIDDEN]
+    manifest: Manifest  # not of a rolling store
+
+    def __init__(self, folder: Folder, spec: StoreSpec, fingerprint: str, index: Index) -> None:
+        self.folder, self.spec, self.fingerprint, self.index = folder, spec, fingerprint, index
+        self._columns = [f.name for f in arrow_schema(spec) if f.name != HIDDEN]
         self._shards: _Cache[int, _Shard] = _Cache(OPEN_SHARDS, lambda _: 1)
-        self._groups: _Cache[tuple[int, int], _Group] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)
+        self._runs: _Cache[tuple[int, int], _Run] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
         """Reads the manifest and the index's footer; no shard. ValueError says what is wrong and the way out."""
         folder = Folder(path)
-        return cls(folder, Manifest.read(folder))
-
-    @property
-    def spec(self) -> StoreSpec:
-        return self.manifest.spec
-
-    @property
-    def fingerprint(self) -> str:
-        return self.manifest.fingerprint
+        manifest = Manifest.read(folder)
+        store = cls(folder, manifest.spec, manifest.fingerprint, Index(folder, manifest.rows))
+        store.manifest = manifest
+        return store
 
     def __len__(self) -> int:
-        return self.manifest.rows
+        return self.spec.n_rows
 
     def expect(self, **wanted: Any) -> None:
         """Compare fields of the spec (`target_hash=`, `tokenizer_hash=`, `layer_ids=`, `dtype=` ...) before any work.
@@ -119,47 +120,81 @@ class Store:
                 for future in ahead:
                     future.cancel()
 
-    def read_batch(self, rows: Many[int] | np.ndarray, readers: int = 1) -> list[Sequence]:
+    def read_batch(self, rows: Many[int] | np.ndarray, readers: Executor | None = None) -> list[Sequence]:
         """Sequences of `rows`, in that order, their hidden states end to end in one tensor.
 
-        Each is read straight to its place, and `concatenate` gives the whole without a copy.
+        Each is read straight to its place, and `concatenate` gives the whole without a copy. `readers`: threads that
+        read rows at once; None: this one.
         """
         wanted = np.asarray(rows, np.int64)
         for row in wanted[(wanted < 0) | (wanted >= len(self))]:
             raise IndexError(f"row {row} of a store of {len(self)} rows")
-        index, spec = self.index, self.spec
-        lengths = index.n_tokens[wanted].astype(np.int64)
+        spec = self.spec
+        lengths = self.index.n_tokens[wanted].astype(np.int64)
         ends = np.cumsum(lengths)
         shape = (int(lengths.sum()), len(spec.layer_ids), spec.hidden_size)
         batch = torch.empty(shape, dtype=read_dtype(spec.dtype))
-        memory = batch.flatten().view(torch.uint8).numpy().data
 
-        def read_row(
-            row: int, n_tokens: int, end: int, shard_number: int, row_group: int, i: int, offset: int
-        ) -> Sequence:
+        def columns_of(row: int, n_tokens: int, shard_number: int, row_group: int, i: int) -> dict[str, Any]:
             shard = self._shards.get(shard_number, self._open_shard)
-            group = self._groups.get((shard_number, row_group), lambda key: shard.group(key[1], self._columns))
-            values = group.row(i)
+            run = self._runs.get((shard_number, row_group // RUN), lambda key: shard.run(key[1], self._columns))
+            values = run.row(row_group % RUN, i)
             if len(values["input_ids"]) != n_tokens:
                 raise ValueError(f"{shard.where} does not hold what the index says of row {row}: {remedy(shard.where)}")
-            start = end - n_tokens
-            if (scale := values.pop(SCALE, None)) is None:
-                shard.read_hidden(offset, memory[start * spec.token_bytes : end * spec.token_bytes])
-            else:
-                stored = torch.empty((n_tokens, *batch.shape[1:]), dtype=DTYPES[spec.dtype])
-                shard.read_hidden(offset, stored.flatten().view(torch.uint8).numpy().data)
-                decode(stored, torch.from_numpy(scale).view(n_tokens, -1), batch[start:end])
-            return Sequence(hidden=batch[start:end], **values)
+            return values
 
-        columns = (wanted, lengths, ends, *(a[wanted] for a in (index.shard, index.row_group, index.row, index.offset)))
-        calls = [column.tolist() for column in columns]
-        if readers == 1:
-            return list(map(read_row, *calls))
-        with ThreadPoolExecutor(readers, "store-reader") as pool:
-            return list(pool.map(read_row, *calls))
+        def read_states(n_tokens: int, end: int, shard_number: int, offset: int) -> torch.Tensor:
+            """As they are stored; those of the dtype of reading go to their place in the batch."""
+            stored = batch[end - n_tokens : end]
+            if stored.dtype != DTYPES[spec.dtype]:
+                stored = torch.empty_like(stored, dtype=DTYPES[spec.dtype])
+            shard = self._shards.get(shard_number, self._open_shard)
+            shard.read_hidden(offset, stored.flatten().view(torch.uint8).numpy().data)
+            return stored
+
+        shards, groups, numbers, offsets = (a.tolist() for a in self._places(wanted))
+        sizes = lengths.tolist()
+        states = (readers.map if readers else map)(read_states, sizes, ends.tolist(), shards, offsets)
+        columns = list(map(columns_of, wanted.tolist(), sizes, shards, groups, numbers))
+        sequences = []
+        for stored, end, values in zip(states, ends.tolist(), columns, strict=True):
+            hidden = batch[end - len(stored) : end]
+            if (scale := values.pop(SCALE, None)) is not None:
+                decode(stored, torch.from_numpy(scale).view(len(stored), -1), hidden)
+            sequences.append(Sequence(hidden=hidden, **values))
+        return sequences
+
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Shard, row group, row in it, and offset of the states, of each row."""
+        index = self.index
+        return index.shard[rows], index.row_group[rows], index.row[rows], index.offset[rows]
 
     def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self.manifest, number)
+        return _Shard(self.folder, self.manifest.shards[number], number)
+
+    def read_step(
+        self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor | None, cancelled: Callable[[], bool]
+    ) -> list[Sequence]:
+        """A rank's share of a step. `cancelled`: ends the waiting of a store that has to wait (`RollingStore`)."""
+        return self.read_batch(plan.rank_rows(step, rank, world), readers)
+
+    # What only a store that rolls has to do (`RollingStore`), and training asks of any.
+
+    def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
+        """A training run reads on from `step`. `is_main`: it is this process that tells others."""
+
+    def needs_checkpoint(self, saved: int, step: int) -> bool:
+        """Whether the store must keep less once a checkpoint of `step` is on disk, than with that of `saved`."""
+        return False
+
+    def release(self, step: int) -> None:
+        """Close what no step from `step` on reads: on every rank, before a checkpoint of `step` is saved."""
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of `step` is on disk."""
+
+    def finished(self, run: str, session: str) -> None:
+        """The run reads no more, now or later."""
 
     def verify(self, progress: Callable[[int], None] = lambda n_bytes: None) -> list[Problem]:
         """Check every byte and every value; an empty list is a sound store. `progress` is told of bytes checked."""
@@ -185,8 +220,7 @@ def concatenate(sequences: list[Sequence]) -> torch.Tensor:
 class _Shard:
     """An open shard. It is closed when the last thread that uses it lets go."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
-        entry = manifest.shards[number]
+    def __init__(self, folder: Folder, entry: ShardEntry, number: int) -> None:
         self.number, self.where = number, folder.show(entry.name)
         try:
             self._ranges = RangeReader(folder, entry.name)
@@ -201,9 +235,12 @@ class _Shard:
         self._parquet = pq.ParquetFile(file, pre_buffer=not folder.is_local)
         self._lock = threading.Lock()  # a Parquet reader is not for two threads at once
 
-    def group(self, number: int, columns: list[str]) -> _Group:
+    def run(self, number: int, columns: list[str]) -> _Run:
+        metadata = self._parquet.metadata
+        groups = range(number * RUN, min((number + 1) * RUN, metadata.num_row_groups))
+        rows = [metadata.row_group(g).num_rows for g in groups]
         with self._lock:
-            return _Group(self._parquet.read_row_group(number, columns, use_threads=False))
+            return _Run(self._parquet.read_row_groups(groups, columns, use_threads=False), rows)
 
     def read_hidden(self, offset: int, into: memoryview) -> None:
         """Fill `into` with one row's bytes."""
@@ -216,18 +253,21 @@ class _Shard:
             raise ValueError(f"{self.where} does not hold a row at byte {offset}: {remedy(self.where)}")
 
 
-class _Group:
-    """The small columns of one row group, decoded."""
+class _Run:
+    """The small columns of neighbouring row groups, which have so many `rows`, decoded."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, rows: list[int]) -> None:
+        self._first = [0, *accumulate(rows)]
         columns = {name: table[name].combine_chunks() for name in table.column_names}
         self._scalars = {name: columns[name].to_pylist() for name in ("sample_id", "source")}
         lists = {name: column for name, column in columns.items() if pa.types.is_list(column.type)}
         self._lists = {name: (c.offsets.to_numpy(), c.values.to_numpy()) for name, c in lists.items()}
         self.nbytes = table.nbytes
 
-    def row(self, i: int) -> dict[str, Any]:
-        """Keyword arguments of `Sequence` other than `hidden`; arrays are copies, writable."""
+    def row(self, group: int, i: int) -> dict[str, Any]:
+        """Row `i` of the run's row group `group`: keyword arguments of `Sequence` other than `hidden`; arrays are
+        copies, writable."""
+        i += self._first[group]
         values: dict[str, Any] = {name: column[i] for name, column in self._scalars.items()}
         for name, (offsets, flat) in self._lists.items():
             values[name] = flat[offsets[i] : offsets[i + 1]].copy()
@@ -256,3 +296,11 @@ class _Cache(Generic[K, V]):
             while self._total > self._capacity and len(self._values) > 1:
                 self._total -= self._weight(self._values.popitem(last=False)[1])
         return value
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def drop(self, wanted: Callable[[K], bool]) -> None:
+        with self._lock:
+            for key in [key for key in self._values if wanted(key)]:
+                self._total -= self._weight(self._values.pop(key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,25 +13,50 @@ from eagle3_train import drafts
 from eagle3_train.config import Config, digest
 from eagle3_train.drafts import Draft, DraftVocab, Eagle1, Eagle3, Medusa
 from eagle3_train.export import HeadSource, format_of, read_published, start_from
-from eagle3_train.store import Store, expect_origin, read_target_part, token_counts
+from eagle3_train.store import (
+    RollingStore,
+    Store,
+    expect_origin,
+    is_rolling,
+    prefix_for_tokens,
+    read_target_part,
+    token_counts,
+)
 from eagle3_train.target import prepare_target
 from eagle3_train.train import checkpoint
 
 
 def open_store(cfg: Config) -> Store:
     """The training store, checked against the configuration before any work."""
-    store = Store.open(cfg.paths.store).require_whole()
+    store: Store
+    if cfg.rolls and is_rolling(cfg.paths.store):
+        store = RollingStore.open(cfg.paths.store, cfg.store.silent_minutes, cfg.reads_copies)
+    else:
+        store = Store.open(cfg.paths.store).require_whole()
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
     expect_origin(store, cfg.data_identity)
-    if cfg.data.sequences > len(store):
-        raise ValueError(
-            f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, the store {cfg.paths.store} holds "
-            f"{len(store)}: capture {cfg.data.sequences - len(store)} more (corpus.sequences={cfg.data.sequences}, "
-            "then eagle3 prepare and eagle3 capture), or lower data.scale"
-        )
+    used_rows(cfg, store)
     return store
+
+
+def used_rows(cfg: Config, store: Store) -> int:
+    """How many rows of the store, its first ones, a point trains on. ValueError where it holds fewer."""
+    lengths, wanted = store.index.n_tokens, cfg.data.sequences
+    if wanted is None:
+        assert cfg.data.tokens is not None
+        held = int(lengths.sum(dtype=np.int64))
+        if cfg.data.tokens <= held:
+            return prefix_for_tokens(lengths, cfg.data.tokens)
+        wanted = math.ceil(len(store) * cfg.data.tokens / held)
+    if wanted > len(store):
+        raise ValueError(
+            f"data.scale={cfg.data.scale:g} needs {cfg.data}, the store {cfg.paths.store} holds {len(store)} "
+            f"({lengths.sum(dtype=np.int64):,} tokens): capture {wanted - len(store)} more "
+            f"(corpus.sequences={wanted}, then eagle3 prepare and eagle3 capture), or lower data.scale"
+        )
+    return wanted
 
 
 def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:

@@ -38,11 +38,11 @@ def batch_counts(sequences: list[Sequence], head: Draft, oov: str) -> np.ndarray
 
 
 def split(
-    sequences: list[Sequence], plan: BatchPlan, step: int, world: World, micro_tokens: int | None
+    sequences: list[Sequence], plan: BatchPlan, step: int, world: World, cfg: TrainConfig
 ) -> list[list[Sequence]]:
-    """A rank's share of a global batch in forward passes of at most `micro_tokens` tokens; some may be empty."""
+    """A rank's share of a global batch in forward passes of at most `micro_batch_tokens`; some may be empty."""
     by_row = dict(zip(plan.rank_rows(step, world.rank, world.size).tolist(), sequences, strict=True))
-    parts = plan.micro_batches(step, world.rank, world.size, micro_tokens)
+    parts = plan.micro_batches(step, world.rank, world.size, cfg.micro_batch_tokens, cfg.padding == "length")
     return [[by_row[row] for row in part.tolist()] for part in parts]
 
 
@@ -57,10 +57,10 @@ def train_step(
     loss = torch.zeros((), device=device)
     flops, tokens = 0.0, 0
     for number, part in enumerate(micro_batches):
-        batch = DraftBatch.collate_or_placeholder(part, head, device, engine.dtype)
+        batch = DraftBatch.collate_or_placeholder(part, head, device, engine.dtype, cfg.padding == "length")
         if part:
             flops += head.flops(batch)
-            tokens += batch.n_tokens
+            tokens += sum(s.n_tokens for s in part)
         loss = loss + engine.backward(batch, objective, last=number == len(micro_batches) - 1)
     grad_norm = engine.step(lr)
     sums = world.sum(np.concatenate([objective.ce_sums.cpu().numpy(), [float(loss), flops, tokens]]))

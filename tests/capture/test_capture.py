@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from eagle3_train.corpus import prepare, read_rows
 from eagle3_train.store import Store, inside, read_target_part, shard_name
 from eagle3_train.store.folder import Folder
 from eagle3_train.target import load_target, load_tokenizer
+from tests.conftest import save_tiny_llama
 
 
 def write_chats(path: Path, n: int = 60) -> None:
@@ -33,28 +37,29 @@ def write_chats(path: Path, n: int = 60) -> None:
     path.write_text(json.dumps(chats))
 
 
-def study(folder: Path, target: Path, *overrides: str) -> Config:
-    return config.compose(
-        [
-            f"paths.outputs={folder}",
-            f"target.model={target}",
-            "target.name=tiny",
-            f"corpus.path={folder}/chats.json",
-            "corpus.sequences=20",
-            "corpus.validation_sequences=4",
-            "corpus.held_out_fraction=0.3",
-            "corpus.min_supervised=4",
-            "corpus.near_duplicates=null",  # all of these texts are alike
-            "data.base_sequences=2",
-            "eval.tasks=[{name: held, source: held_out, prompts: 6, new_tokens: 10}]",
-            "eval.decode_tasks=[]",
-            "eval.generate_batch=3",
-            "capture.shards=3",
-            "capture.batch_tokens=256",
-            "store.dtype=fp32",
-            *overrides,
-        ]
-    )
+def overrides(folder: Path, target: Path) -> list[str]:
+    return [
+        f"paths.outputs={folder}",
+        f"target.model={target}",
+        "target.name=tiny",
+        f"corpus.path={folder}/chats.json",
+        "corpus.sequences=20",
+        "corpus.validation_sequences=4",
+        "corpus.held_out_fraction=0.3",
+        "corpus.min_supervised=4",
+        "corpus.near_duplicates=null",  # all of these texts are alike
+        "data.base_sequences=2",
+        "eval.tasks=[{name: held, source: held_out, prompts: 6, new_tokens: 10}]",
+        "eval.decode_tasks=[]",
+        "eval.generate_batch=3",
+        "capture.shards=3",
+        "capture.batch_tokens=256",
+        "store.dtype=fp32",
+    ]
+
+
+def study(folder: Path, target: Path, *more: str) -> Config:
+    return config.compose([*overrides(folder, target), *more])
 
 
 @pytest.fixture
@@ -272,3 +277,40 @@ def test_states_that_are_not_finite_name_the_sample(cfg: Config, monkeypatch: py
     monkeypatch.setattr(hf, "load_target", broken)
     with pytest.raises(ValueError, match=r"sample 'sharegpt/c\d+_0': states are not finite as fp32"):
         capture(cfg)
+
+
+CAPTURE_A_LARGE_SHARD = """
+import resource, sys
+from eagle3_train import config
+from eagle3_train.capture import capture, hf
+def peak_mib(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+before = []
+inner = hf.HfBackend.sequences
+def sequences(self, job, rows, progress):
+    for number, sequence in enumerate(inner(self, job, rows, progress)):
+        if number == 0: before.append(peak_mib())  # the target is there, and one window of states
+        yield sequence
+hf.HfBackend.sequences = sequences
+capture(config.load(sys.argv[1]))
+print(before[0], peak_mib())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in KiB")
+def test_memory_does_not_grow_with_what_is_captured(tmp_path: Path, make_tokenizer: Callable[[], Any]) -> None:
+    target = save_tiny_llama(tmp_path / "target", make_tokenizer(), hidden_size=256, head_dim=64)
+    write_chats(tmp_path / "chats.json", 1600)
+    sizes = ["corpus.sequences=1000", "capture.shards=1", "capture.batch_tokens=512", "store.row_group_mib=4"]
+    cfg = study(tmp_path, target, *sizes, "eval.tasks=[]")
+    prepare(cfg)
+    config.save(cfg, tmp_path / "config.yaml")
+    run = subprocess.run(
+        [sys.executable, "-c", CAPTURE_A_LARGE_SHARD, tmp_path / "config.yaml"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    before, peak = map(float, run.stdout.split()[-2:])
+    written = Store.open(cfg.paths.store).manifest.bytes / 2**20
+    assert written > 150
+    assert peak - before < written / 10  # the row group's buffers, and what the allocator keeps

@@ -1,5 +1,5 @@
-"""Studies on a real SLURM of two nodes, which this file starts itself (cluster.sh). The rooms that do the work are
-stand-ins; what is tested is that jobs are submitted, cut short, requeued, and end as they should."""
+"""Studies on a real SLURM of two nodes, which this file starts itself (cluster.sh): jobs are submitted, cut short,
+requeued, and end as they should. One study trains real heads; elsewhere the rooms that do the work are stand-ins."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 
 from launch.lock import holder_of
 from sweeps import status
-from tests.sweeps.conftest import Bench, wait_until
+from tests.capture.test_capture import overrides, write_chats
+from tests.sweeps.conftest import ROOT, Bench, wait_until
 from tests.sweeps.test_study import NAMES
+from tests.train.results import losses
 
 SCRIPT = Path(__file__).parent / "cluster.sh"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -30,41 +33,69 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("slurm")
-    env = os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
-    subprocess.run([SCRIPT, "start", folder], check=True, env=env, timeout=120)
-    yield folder
-    subprocess.run([SCRIPT, "stop", folder], check=True, env=env)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder, over = tmp_path_factory.mktemp("slurm"), threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        try:
+            subprocess.run([SCRIPT, "start", folder], check=True, timeout=120)
+            hurry = threading.Thread(target=cut_waits_short, args=(over,))
+            hurry.start()
+            yield
+            over.set()
+            hurry.join()
+        finally:
+            subprocess.run([SCRIPT, "stop", folder], check=True)
+
+
+def cut_waits_short(over: threading.Event) -> None:
+    """SLURM lets a requeued job wait for two minutes."""
+    while not over.wait(1):
+        for line in slurm("squeue", "--noheader", "--format=%i %r").splitlines():
+            if line.endswith("BeginTime"):  # at this look; it may have started since
+                subprocess.run(["scontrol", "update", f"jobid={line.split()[0]}", "starttime=now"], check=False)
 
 
 @pytest.fixture
-def bench(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setenv("SLURM_CONF", str(cluster / "slurm.conf"))
-    yield Bench(tmp_path)
-    subprocess.run(["scancel", "--user=root"], check=True)
+def bench(cluster: None, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.end()
+    subprocess.run(["scancel", *submissions(bench).values()], check=True)
+
+
+@pytest.fixture(scope="module")
+def limited(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A study whose point needs longer than its time limit, which SLURM counts in minutes: submitted first, looked at
+    last."""
+    bench = Bench(tmp_path_factory.mktemp("limited"))
+    limit = ("launch.slurm.time=1", "launch.slurm.signal_seconds=1", "launch.slurm.options=['--nodelist=n1']")
+    bench.run("study", "data.scale=1", "seed=0", "launch=slurm", *limit, FAKE_SECONDS="65")
+    return bench
 
 
 def slurm(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
-def queue() -> list[str]:
-    return slurm("squeue", "--noheader", "--format=%i %T %N").splitlines()
-
-
-def is_empty() -> bool:
-    """Whether the queue is; SLURM lets a requeued job wait for two minutes, which is cut short here."""
-    for line in slurm("squeue", "--noheader", "--format=%i %r").splitlines():
-        if line.endswith("BeginTime"):
-            slurm("scontrol", "update", f"jobid={line.split()[0]}", "starttime=now")
-    time.sleep(0.5)
-    return not queue()
-
-
-def submitted(bench: Bench, name: str) -> str:
+def submissions(bench: Bench) -> dict[str, str]:
+    """Name of a batch -> SLURM's id."""
     ids: dict[str, str] = json.loads((bench.study / "slurm" / "jobs.json").read_text())
-    return ids[name]
+    return ids
+
+
+def wait_for_the_end(bench: Bench) -> None:
+    """Of all jobs of the study."""
+    ids, deadline = ",".join(submissions(bench).values()), time.monotonic() + 300
+    while left := slurm("squeue", "--noheader", "--jobs", ids, "--format=%i %T %r"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)  # a look starts a process
+
+
+def names(bench: Bench) -> list[str]:
+    """Of the points, in the order of the array."""
+    return [point["name"] for point in json.loads((bench.study / "points.json").read_text())]
 
 
 def states(bench: Bench) -> dict[str, str]:
@@ -73,84 +104,127 @@ def states(bench: Bench) -> dict[str, str]:
 
 def steps(bench: Bench, name: str) -> list[int]:
     path = bench.study / name / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in map(json.loads, path.read_text().splitlines())] if path.exists() else []
 
 
 def attempts(bench: Bench, name: str) -> int:
     return int(json.loads((bench.study / name / "status.json").read_text())["attempt"])
 
 
-def test_a_study_runs_to_its_report_whatever_happens_to_its_jobs(bench: Bench) -> None:
+def set_down(node: str, array: str) -> None:
+    """As an operator does, while jobs of `array` run there; it comes back when these are gone."""
+    found = slurm("squeue", "--noheader", "--jobs", array, "--nodelist", node, "--format=%A").split()
+    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    left = ("pgrep", "--full", rf"slurmstepd: \[({'|'.join(found)})\.")
+    wait_until(lambda: subprocess.run(left, check=False, capture_output=True).returncode == 1, every=0.2)
+    slurm("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def test_a_requeued_head_is_the_undisturbed_one_to_the_bit(bench: Bench, limited: Bench, tiny_target: Path) -> None:
+    """Real steps from the conversations to the report, of a tiny target. The node of both heads is set down, and then
+    one is told to stop as it is ahead of a time limit."""
+    write_chats(bench.folder / "chats.json")
+    keys = (*overrides(bench.folder, tiny_target), "data.base_sequences=10", "data.scale=1", "draft.vocab_size=100")
+    keys = (*keys, "train.epochs=250", "train.log_every=1", f"paths.outputs={bench.study.parent}")
+    real = {"PYTHONPATH": str(ROOT)}
+    bench.run("study", *keys, "seed=0,1", "launch=slurm", "launch.slurm.options=['--nodelist=n2']", **real)
+    first, second = names(bench)
+    points = submissions(bench)["points"]
+    wait_until(lambda: min(len(steps(bench, name)) for name in (first, second)) >= 20, every=0.1)
+    set_down("n2", points)
+    done = len(steps(bench, first))
+    wait_until(lambda: len(steps(bench, first)) > done, every=0.1)
+    slurm("scancel", "--signal=USR2", "--batch", f"{points}_0")
+    same_data = [f"paths.{part}={bench.study / folder}" for part, folder in (("corpus", "corpus"), ("store", "store"))]
+    alone = ("study.name=undisturbed", *same_data)
+    undisturbed = [bench.start("train", *keys, f"seed={seed}", *alone, **real) for seed in (0, 1)]
+    assert [(process.communicate()[0], process.returncode)[1] for process in undisturbed] == [0, 0]
+    wait_for_the_end(bench)
+    assert [attempts(bench, name) for name in (first, second)] == [3, 2]
+    for name in (first, second):
+        assert states(bench)[name] == "done"
+        disturbed, whole = bench.study / name, bench.study.parent / "undisturbed" / name
+        assert len(losses(whole)) > 100
+        assert losses(disturbed) == losses(whole)  # no step is there twice
+        heads = [max(point.glob("checkpoints/*/head.safetensors")) for point in (disturbed, whole)]
+        assert heads[0].read_bytes() == heads[1].read_bytes()
+    assert (bench.study / "report" / "report.html").is_file()
+
+
+def test_a_study_of_four_points_runs_to_its_report_whatever_happens_to_its_jobs(bench: Bench, limited: Bench) -> None:
     four = ("study", "data.scale=1,2", "seed=0,1", "launch=slurm", "launch.slurm.capture_jobs=2")
-    bench.run(*four, FAKE_SECONDS="20", FAKE_FAIL="x2-s1")
-    names = [p["name"] for p in json.loads((bench.study / "points.json").read_text())]
+    bench.run(*four, FAKE_SECONDS="15", FAKE_FAIL="x2-s1")
     assert "is in the queue already" in bench.run(*four, code=2)  # submitted once
-    points = submitted(bench, "points")
-    wait_until(lambda: all(len(steps(bench, name)) >= 2 for name in names))
+    points, failing = submissions(bench)["points"], names(bench)[3]
+    wait_until(lambda: all(len(steps(bench, name)) >= 2 for name in names(bench)), every=0.1)
     assert sorted(bench.calls("capture")) == ["capture 0/2", "capture 1/2"]
     slurm("scancel", "--signal=USR2", "--batch", f"{points}_0")  # what SLURM sends before the time limit
     slurm("scancel", "--signal=TERM", f"{points}_1")  # to the step alone
-    # A node goes down with what runs on it, then comes back.
-    node = next(line.split()[2] for line in queue() if line.startswith(f"{points}_2 "))
-    slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-    wait_until(lambda: not any(line.endswith(f"RUNNING {node}") for line in queue()))
-    # Perhaps it has come back by itself: then there is nothing to resume.
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
-    wait_until(is_empty)
-    assert [states(bench)[name] for name in names] == ["done", "done", "done", "failed"]
-    for name in names[:3]:
-        assert attempts(bench, name) > 1
+    wait_for_the_end(bench)
+    assert [states(bench)[name] for name in names(bench)] == ["done", "done", "done", "failed"]
+    assert [attempts(bench, name) for name in names(bench)] == [2, 2, 1, 1]
+    for name in names(bench)[:3]:
         assert steps(bench, name) == list(range(1, 11))  # it went on where it was; no step is there twice
         assert holder_of(bench.study / name / ".lock") is None
     assert len(bench.calls("trained")) == 3
     assert bench.calls()[-1] == "report"
-    reason = next(job.reason for job in status.collect(bench.study) if job.name == names[3])
+    reason = next(job.reason for job in status.collect(bench.study) if job.name == failing)
     assert reason == "exit code 1: RuntimeError: the loss is not finite"
+    assert "RuntimeError: the loss is not finite" in bench.run("study", "logs", failing)
 
     # What is left is submitted again, and nothing else.
     bench.run(*four)
-    assert list(json.loads((bench.study / "slurm" / "jobs.json").read_text())) == ["points", "report"]
-    wait_until(is_empty)
-    assert states(bench)[names[3]] == "done"
+    assert list(submissions(bench)) == ["points", "report"]
+    wait_for_the_end(bench)
+    assert states(bench)[failing] == "done"
     assert len(bench.calls("trained")) == 4
     assert len(bench.calls("prepare")) == 1
 
 
-def test_a_job_that_needs_longer_than_its_time_limit_is_requeued_until_it_is_done(bench: Bench) -> None:
-    # SLURM sends the signal up to a minute early: here 30 to 90 seconds after the start.
-    limit = ("launch.slurm.time=2", "launch.slurm.signal_seconds=30")
-    bench.run("study", "data.scale=1", "seed=0", "launch=slurm", *limit, FAKE_SECONDS="100")
-    wait_until(is_empty)
-    assert attempts(bench, NAMES[0]) > 1
-    assert states(bench)[NAMES[0]] == "done"
-    assert steps(bench, NAMES[0]) == list(range(1, 11))
-    assert bench.calls()[-1] == "report"
-
-
-def test_a_failing_shared_step_ends_what_depends_on_it(bench: Bench) -> None:
+def test_a_failing_shared_step_ends_what_depends_on_it(bench: Bench, limited: Bench) -> None:
     bench.study.mkdir(parents=True)
     (bench.study / "corpus").write_text("in the way")
     bench.run("study", "data.scale=1", "seed=0", "launch=slurm")
-    wait_until(is_empty)
+    wait_for_the_end(bench)
     assert states(bench)["prepare"] == "failed"
     assert bench.calls() == ["prepare"]
 
 
-def test_cancel_ends_everything(bench: Bench) -> None:
+def test_cancel_ends_everything(bench: Bench, limited: Bench) -> None:
     bench.run("study", "data.scale=1", "seed=0", "launch=slurm", FAKE_SECONDS="600")
-    wait_until(lambda: len(steps(bench, NAMES[0])) == 0 and len(bench.calls("train")) == 1)
+    wait_until(lambda: len(bench.calls("train")) == 1)
     pid = bench.pids()[-1]
     out = bench.run("study", "cancel", "launch=slurm")
     assert NAMES[0] in out
-    wait_until(is_empty)
+    wait_for_the_end(bench)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_ranks_on_two_nodes_find_each_other(bench: Bench) -> None:
+def test_ranks_on_two_nodes_find_each_other(bench: Bench, limited: Bench) -> None:
     two = ("launch=slurm", "launch.nodes=2", "launch.nproc_per_node=2", "engine=ddp")
     bench.run("study", "data.scale=1", "seed=0", *two)
-    wait_until(is_empty)
+    wait_for_the_end(bench)
     assert sorted(bench.calls("capture")) == [f"capture {rank}/4" for rank in range(4)]
     assert len(bench.calls("train")) == 4
     assert states(bench)[NAMES[0]] == "done"
+
+
+def test_both_sides_of_a_rolling_store_run_in_coupled_jobs(bench: Bench, limited: Bench) -> None:
+    rolls = ("store.mode=rolling", "store.cap_gib=1", "data.window=8", "launch.rolling.points_at_once=2")
+    bench.run("study", "data.scale=1,2", "seed=0", "launch=slurm", *rolls, FAKE_SECONDS="3", FAKE_FAIL="x2-s0")
+    assert list(submissions(bench)) == ["prepare", "capture", "roll-0", "points-0", "report"]
+    wait_for_the_end(bench)
+    assert [states(bench)[name] for name in names(bench)] == ["done", "failed"]
+    assert bench.calls("roll") == ["roll 0/1"]
+    assert len(bench.calls("rolled")) == 1  # it waits no more for the point that has failed
+    assert bench.calls()[-1] == "report"
+
+
+def test_a_job_that_needs_longer_than_its_time_limit_is_requeued_until_it_is_done(limited: Bench) -> None:
+    # SLURM sends the signal half a minute to a minute after the start. No node of this study was set down.
+    wait_for_the_end(limited)
+    assert attempts(limited, NAMES[0]) > 1
+    assert states(limited)[NAMES[0]] == "done"
+    assert steps(limited, NAMES[0]) == list(range(1, 11))
+    assert limited.calls()[-1] == "report"

@@ -119,6 +119,48 @@ def test_data_sets_in_parquet_folders_and_saved(tmp_path: Path) -> None:
         read(SourceConfig(name="s", format="dataset", path=str(tmp_path / "folder"), split="test"))
 
 
+SHAPES = {  # one record of each data set as its card on the hub describes it -> roles of the conversation
+    "UltraChat-200k": (
+        {
+            "prompt": "hi", "prompt_id": "f0e3", "messages": [
+                {"content": "hi", "role": "user"}, {"content": "hello", "role": "assistant"},
+                {"content": "why?", "role": "user"}, {"content": "because", "role": "assistant"},
+            ],
+        },
+        ["user", "assistant", "user", "assistant"],
+    ),
+    "OpenThoughts-114k": (
+        {
+            "system": "Think first.", "conversations": [
+                {"from": "user", "value": "1 + 1?"}, {"from": "assistant", "value": "<|begin_of_thought|> ... 2"},
+            ],
+        },
+        ["system", "user", "assistant"],
+    ),
+    "open-perfectblend": (
+        {
+            "source": "meta-math/MetaMathQA", "conversations": [
+                {"from": "human", "value": "1 + 2?"}, {"from": "gpt", "value": "3"},
+            ],
+        },
+        ["user", "assistant"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("streamed", [False, True])  # with a limit a data set is streamed
+def test_data_sets_of_the_hub_have_shapes_that_are_read(name: str, streamed: bool, tmp_path: Path) -> None:
+    import datasets
+
+    record, roles = SHAPES[name]
+    datasets.Dataset.from_list([record]).to_parquet(tmp_path / "train.parquet")
+    source = SourceConfig(name="s", format="dataset", path=str(tmp_path), limit=1 if streamed else None)
+    ((conversation,), report) = read(source)
+    assert [m["role"] for m in conversation.messages] == roles
+    assert report.conversations == 1
+
+
 def write(folder: Path) -> Path:
     (folder / "chats.jsonl").write_bytes(LINES)
     return folder / "chats.jsonl"

@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle3_train.config import HEADS as KINDS
 from eagle3_train.decode.loop import ancestors
 from eagle3_train.drafts import HEADS, DraftBatch, StepLoss, supervised_counts
+from eagle3_train.drafts.batch import PAD_TO
 from eagle3_train.train.losses import Objective
 from tests.drafts.tiny import H, tiny_batch, tiny_draft, tiny_sequence, tiny_sequences
 
@@ -125,6 +126,20 @@ def test_a_rank_without_data_takes_part_with_zero_gradients(kind: str) -> None:
     grads = torch.autograd.grad(loss, list(head.parameters()))
     assert float(loss) == 0
     assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_padding_changes_nothing(kind: str) -> None:
+    head = tiny_draft(kind).eval()  # EAGLE-1 adds no noise
+    packed, padded = (DraftBatch.collate(tiny_sequences(), CPU, torch.float64, p) for p in (False, True))
+    assert padded.n_tokens == len(tiny_sequences()) * PAD_TO
+    found = []
+    for batch in (packed, padded):
+        counts = supervised_counts(batch.loss_mask, batch.starts, head.steps)
+        loss = head(batch, Objective(counts, 0.8, "drop", CPU))
+        found.append((loss, *torch.autograd.grad(loss, list(head.parameters()))))
+    assert packed.loss_mask.any()
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("kind", TRAINED)

@@ -12,11 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle3_train import config
 from eagle3_train.config import Config, digest
-from eagle3_train.files import write_json
+from eagle3_train.files import inside, write_json
+from eagle3_train.store.folder import Folder
 from launch import Outcome, slurm
 from launch.command import command, environment
 from launch.jobs import Job, detach, is_of_another_store, outputs, set_aside
 from launch.worker import cut_short
+from sweeps import cost
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_other_content_under_the_same_path_makes_a_shared_step_stale(
     source = tmp_path / "chats.json"
     source.write_text("one")
     job = Job("prepare", compose(f"corpus.path={source}"))
-    write_json(outputs(job.cfg, "prepare")[0], {"digest": "1"})
+    write_json(Path(outputs(job.cfg, "prepare")[0]), {"digest": "1"})
     assert not job.has_changed()  # never done
     assert job.finish()
     assert (job.is_done(), job.has_changed()) == (True, False)
@@ -130,12 +132,12 @@ def test_other_content_under_the_same_path_makes_a_shared_step_stale(
     source.unlink()  # on a machine that does not see it, there is nothing to compare
     assert job.is_done()
     capture = Job("capture", job.cfg)
-    for path in outputs(job.cfg, "capture"):
+    for path in map(Path, outputs(job.cfg, "capture")):
         write_json(path, {})
     assert capture.finish()
-    write_json(outputs(job.cfg, "prepare")[0], {"digest": "2"})  # prepared anew
+    write_json(Path(outputs(job.cfg, "prepare")[0]), {"digest": "2"})  # prepared anew
     assert capture.has_changed()
-    outputs(job.cfg, "capture")[0].unlink()  # removed, since all points are done
+    Path(outputs(job.cfg, "capture")[0]).unlink()  # removed, since all points are done
     assert not capture.is_done()
 
 
@@ -170,14 +172,14 @@ def test_a_shared_step_is_done_for_the_configuration_it_was_run_with(
     step: str, relevant: str, irrelevant: str, compose: Callable[..., Config]
 ) -> None:
     job = Job(step, compose())
-    for path in outputs(job.cfg, step):
+    for path in map(Path, outputs(job.cfg, step)):
         write_json(path, {})
     assert not job.is_done()  # of what configuration are these?
     assert job.finish()
     assert job.is_done()
     assert Job(step, compose(irrelevant)).is_done()
     assert not Job(step, compose(relevant)).is_done()
-    outputs(job.cfg, step)[-1].unlink()
+    Path(outputs(job.cfg, step)[-1]).unlink()
     assert not job.is_done()
     assert not job.finish()  # it says that it ended well, but a part of it is missing
 
@@ -198,3 +200,23 @@ def test_several_processes_share_the_cores(compose: Callable[..., Config], monke
     assert "eagle3_train.elastic" not in command(Job("prepare", cfg))  # this step does not divide its work
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert environment(Job("point", cfg)) == {}  # the user's choice stands
+
+
+def test_what_is_done_is_seen_in_an_object_store_too(compose: Callable[..., Config], uri: str) -> None:
+    cfg = compose("eval.decode=false", f"paths.store={uri}")
+    capture, point = Job("capture", cfg), Job("point", cfg)
+    write_json(point.folder / "result.json", result_of(cfg))
+    assert point.is_done()  # a store that is not there is not compared
+    assert not capture.finish()
+    parts = {"": "s", "validation": "v", **{f"transcripts/{task.name}": "t" for task in cfg.eval.tasks}}
+    for part, fingerprint in parts.items():
+        assert not capture.is_done()
+        manifest = {"fingerprint": fingerprint, "rows": 24, "tokens": 900, "supervised_tokens": 500}
+        Folder(inside(uri, part)).write("manifest.json", json.dumps(manifest).encode())
+    assert capture.finish()
+    assert capture.is_done()
+    assert point.is_done()
+    assert cost.data_of(cfg) == cost.Data(24, 900, 500, exact=True)
+    Folder(uri).write("manifest.json", b'{"fingerprint": "new"}')
+    assert not point.is_done()
+    assert is_of_another_store(cfg, point.folder)

@@ -68,18 +68,20 @@ def test_ranks_share_each_batch_evenly(plan: BatchPlan, world: int) -> None:
             assert not len(share) or load - plan.lengths[share].min() <= min(loads)
 
 
-@given(plans(), st.integers(1, 4), st.integers(1, 120))
+@given(plans(), st.integers(1, 4), st.integers(1, 120), st.booleans())
 def test_micro_batches_cover_the_share_in_as_many_passes_on_every_rank(
-    plan: BatchPlan, world: int, micro_tokens: int
+    plan: BatchPlan, world: int, micro_tokens: int, padded: bool
 ) -> None:
     for step in range(len(plan)):
-        passes = [plan.micro_batches(step, rank, world, micro_tokens) for rank in range(world)]
+        passes = [plan.micro_batches(step, rank, world, micro_tokens, padded) for rank in range(world)]
         assert len({len(p) for p in passes}) == 1
         for rank, micro in enumerate(passes):
             share = plan.rank_rows(step, rank, world)
             assert sorted(np.concatenate(micro)) == sorted(share)
             for rows in micro:
-                assert plan.lengths[rows].sum() <= micro_tokens or len(rows) == 1
+                lengths = plan.lengths[rows]
+                size = len(rows) * lengths.max(initial=0) if padded else lengths.sum()
+                assert size <= micro_tokens or len(rows) == 1
             assert sum(len(rows) == 0 for rows in micro) == max(len(micro) - len(share), 0)
     (whole,) = plan.micro_batches(0, 0, world, None)
     assert whole.tolist() == plan.rank_rows(0, 0, world).tolist()

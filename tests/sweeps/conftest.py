@@ -56,20 +56,24 @@ class Bench:
     def pids(self) -> list[int]:
         return [int(line.partition(" pid=")[2]) for line in (self.folder / "calls").read_text().splitlines()]
 
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.started:
+            process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
-    for process in bench.started:
-        process.kill()
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
+    bench.end()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300, every: float = 0.02) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
+        time.sleep(every)

@@ -25,6 +25,7 @@ Result = tuple[float, list[float], dict[str, Tensor]]  # loss, cross-entropies b
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "keep": {"train__oov": "keep", "train__step_weights": [1, 0.2, 0.7]},
+    "padded": {"train__padding": "length"},
     "mix": {"train__objective": "0.5*reverse_kl+0.5*tv", "draft__eagle3__layers": 2, "draft__recompute": True},
 }
 
@@ -63,7 +64,8 @@ def cut(sequences: list[Sequence], size: int) -> list[list[Sequence]]:
 def test_micro_batches(study: Path, variant: str) -> None:
     cfg = tiny_config(study, **VARIANTS[variant])
     sequences = list(Store.open(cfg.paths.store).read(range(8)))
-    whole = gradients(cfg, [sequences], World())
+    packed = tiny_config(study, **VARIANTS[variant] | {"train__padding": "none"})
+    whole = gradients(packed, [sequences], World())
     for size in (1, 2, 4):
         assert_same(gradients(cfg, cut(sequences, size), World()), whole)
     assert_same(gradients(cfg, [sequences[::-1]], World()), whole)
@@ -82,10 +84,11 @@ def _rank(cfg: Config, rank: int, size: int, folder: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", ["default", "mix"])
+@pytest.mark.parametrize("variant", ["default", "padded", "mix"])
 def test_processes(study: Path, tmp_path: Path, variant: str, size: int) -> None:
     cfg = tiny_config(study, **VARIANTS[variant])
-    whole = gradients(cfg, [list(Store.open(cfg.paths.store).read(range(8)))], World())
+    packed = tiny_config(study, **VARIANTS[variant] | {"train__padding": "none"})
+    whole = gradients(packed, [list(Store.open(cfg.paths.store).read(range(8)))], World())
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(cfg, rank, size, tmp_path)) for rank in range(size)]
     for process in ranks:
