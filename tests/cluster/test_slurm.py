@@ -121,8 +121,8 @@ def set_down(node: str, array: str) -> None:
 
 
 def test_a_requeued_head_is_the_undisturbed_one_to_the_bit(bench: Bench, limited: Bench, tiny_target: Path) -> None:
-    """Real steps from the conversations to the report, of a tiny target. The node of both heads is set down, and then
-    one is told to stop as it is ahead of a time limit."""
+    """Real steps from conversations to report, of a tiny target. The node of both heads is set down; then one of
+    them is told to stop, as it is ahead of a time limit."""
     write_chats(bench.folder / "chats.json")
     keys = (*overrides(bench.folder, tiny_target), "data.base_sequences=10", "data.scale=1", "draft.vocab_size=100")
     keys = (*keys, "train.epochs=250", "train.log_every=1", f"paths.outputs={bench.study.parent}")
