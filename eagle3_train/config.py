@@ -120,9 +120,15 @@ class RegenerateConfig:
 
 @dataclass
 class StoreConfig:
+    # whole: captured before training; rolling: while it trains, in a bounded room (docs/rolling.md)
+    mode: str = "whole"
     dtype: str = "bf16"  # of the training and validation states: bf16 | fp16 | fp32 | fp8
     transcript_dtype: str = "fp32"  # of the evaluation transcripts: fp32 makes replay equal fp32 decoding exactly
     row_group_mib: int = 32
+    # rolling:
+    cap_gib: float | None = None  # training states on disk at any time, at most
+    later_epochs: str = "recapture"  # recapture | fp8: they read fp8 copies, which stay within the cap
+    silent_minutes: float = 30.0  # of the other side, while this one waits for it: then it gives up
 
 
 @dataclass
@@ -132,6 +138,8 @@ class DataConfig:
 
     scale: float = 1.0  # multiple of data.base_sequences, or of data.base_tokens
     base_sequences: int = 32  # sequences at 1x
+    # Sequences shuffled together: windows of so many neighbours, one after the other; null: all of a whole store
+    window: int | None = None
     base_tokens: int | None = None  # tokens at 1x; null: data.base_sequences counts
 
     @property
@@ -146,21 +154,22 @@ class DataConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What defines the data, of which `base_tokens` came later: points without it keep their names."""
-        if self.base_tokens is None:
-            return {"scale": self.scale, "base_sequences": self.base_sequences}
-        return {"scale": self.scale, "base_tokens": self.base_tokens}
+        """What defines the data; `base_tokens` and `window` came later: points without them keep their names."""
+        base = "base_sequences" if self.base_tokens is None else "base_tokens"
+        window = {} if self.window is None else {"window": self.window}
+        return {"scale": self.scale, base: getattr(self, base), **window}
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens" if self.sequences is None else f"{self.sequences} sequences"
 
 
-HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
+HEADS = {"eagle3", "eagle1", "medusa", "lm", "hf", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
     "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
+    "hf": ("init_lm_head", "init_layer", "vocab_size"),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
 }
 
@@ -189,6 +198,13 @@ class LMConfig:
     """An independent draft model."""
 
     layers: int = 2
+
+
+@dataclass
+class HFConfig:
+    """A causal language model of transformers as the draft model."""
+
+    model: str | None = None  # folder or hub id; with the target's tokenizer
 
 
 @dataclass
@@ -240,6 +256,7 @@ class DraftConfig:
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
     lm: LMConfig = field(default_factory=LMConfig)
+    hf: HFConfig = field(default_factory=HFConfig)
     block: BlockConfig = field(default_factory=BlockConfig)
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
 
@@ -260,7 +277,8 @@ class DraftConfig:
 class ExportConfig:
     """A trained head as files that inference engines load."""
 
-    format: str = "speculators"  # speculators (vLLM) | eagle (SGLang, vLLM)
+    # auto: what vLLM reads of the head's kind; else, of EAGLE-3, speculators (vLLM) | eagle (SGLang, vLLM)
+    format: str = "auto"
     path: str | None = None  # the folder to write; null: <point>/export/<format>
     dtype: str = "auto"  # of the weights: fp32 | bf16 | fp16; auto: the target's own
     check: bool = False  # read it back bit by bit, and run it in the speculators library where that is installed
@@ -336,11 +354,13 @@ class TaskConfig:
 
 @dataclass
 class TreeConfig:
-    """EAGLE-2's dynamic draft tree."""
+    """EAGLE-2's dynamic draft tree, or with `choices` a static one, Medusa's."""
 
     depth: int = 5  # levels
     top_k: int = 4  # nodes expanded a level, and children each
     total: int = 16  # drafted tokens that are verified
+    # Static: every node as the ranks (0: the most likely) of the tokens on its path; the three above have no say then.
+    choices: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -404,6 +424,22 @@ class SlurmConfig:
 
 
 @dataclass
+class CoupledConfig:
+    """store.mode=rolling: capture and training at the same time, and what each has of a machine."""
+
+    workers: int = 1  # processes that capture
+    points_at_once: int = 1  # points that train at the same time, and share the passes over the store
+    # threads of all capture workers, and of all points; null: each process takes what torch finds
+    capture_threads: int | None = None
+    train_threads: int | None = None
+    # GPUs of the workers and of the points, by number, shared out evenly; empty: all of them see all
+    capture_gpus: list[int] = field(default_factory=list)
+    train_gpus: list[int] = field(default_factory=list)
+    restarts: int = 10  # of a process that was killed from outside
+    session: str = ""  # set by a study: which runs share a pass; by hand, the one run that the command describes
+
+
+@dataclass
 class LaunchConfig:
     kind: str = "local"  # local | torchrun | slurm
     nproc_per_node: int = 1  # processes on each node
@@ -411,6 +447,7 @@ class LaunchConfig:
     rendezvous: str | None = None  # with kind=torchrun: HOST:PORT on one of the nodes, the same on all
     tflops: float | None = None  # sustained by one process, for the hours in the plan; null: as measured, once it is
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    rolling: CoupledConfig = field(default_factory=CoupledConfig)
 
 
 @dataclass
@@ -470,17 +507,47 @@ class Config:
         capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
+        # What is read in a rolling store is what is read in a whole one, but for copies that are rounded.
+        copies = {"later_epochs": "fp8"} if self.reads_copies else {}
         return {
             "target": {"name": self.target.name, "model": self.target.model, "revision": self.target.revision},
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
-            "data": self.data.identity,
+            "data": self.data.identity | copies,
             "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
             "seed": self.seed,
         }
+
+    @property
+    def rolls(self) -> bool:
+        return self.store.mode == "rolling"
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether later epochs read fp8 copies of what the first reads."""
+        return self.rolls and self.store.later_epochs == "fp8"
+
+    @property
+    def reading(self) -> dict[str, int | None]:
+        """What decides when a point reads which rows of a store: what `store.plan_of` takes."""
+        steps = self.train.steps if self.train.regime == "steps" else None
+        return {
+            "rows": self.data.sequences,
+            "tokens": self.data.tokens,
+            "seed": self.seed,
+            "batch_tokens": self.train.batch_tokens,
+            "epochs": self.train.epochs if self.train.regime == "epochs" else None,
+            "steps": steps,
+            "window": self.data.window,
+        }
+
+    @property
+    def session_file(self) -> Path:
+        """The runs that share the passes of a session over a rolling store: name -> `reading`."""
+        return Path(self.paths.study) / "rolling" / f"{self.launch.rolling.session}.json"
 
     @property
     def data_identity(self) -> dict[str, Any]:
@@ -508,6 +575,8 @@ class Config:
             _drop_defaults(task, TaskConfig(), SAMPLING)
         if self.eval.trees:
             identity["trees"] = [asdict(t) for t in self.eval.trees]
+            for tree in identity["trees"]:
+                _drop_defaults(tree, TreeConfig(), ("choices",))
         return identity | {"transcript_dtype": self.store.transcript_dtype}
 
     @property
@@ -562,6 +631,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "capture.backend": ("hf", "vllm"),
     "capture.compute_dtype": ("auto", "bf16", "fp32"),
     "store.dtype": ("bf16", "fp16", "fp32", "fp8"),
+    "store.mode": ("whole", "rolling"),
+    "store.later_epochs": ("recapture", "fp8"),
     "store.transcript_dtype": ("bf16", "fp16", "fp32"),
     "draft.kind": tuple(sorted(HEADS)),
     "draft.eagle1.inputs": ("final", "fused"),
@@ -570,7 +641,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.attention": ("auto", "merge", "flex", "reference"),
     "draft.eagle3.lm_head": ("trained", "frozen"),
     "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
-    "export.format": ("speculators", "eagle"),
+    "export.format": ("auto", "speculators", "eagle", "medusa"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
@@ -594,6 +665,7 @@ POSITIVE = (
     "capture.cache_gib",
     "regenerate.batch",
     "store.row_group_mib",
+    "store.silent_minutes",
     "data.base_sequences",
     "data.scale",
     "draft.steps",
@@ -622,11 +694,15 @@ POSITIVE = (
     "launch.slurm.points_at_once",
     "launch.slurm.capture_jobs",
     "launch.slurm.attempts",
+    "launch.rolling.workers",
+    "launch.rolling.points_at_once",
 )
 
 
 POSITIVE_IF_SET = (
     "corpus.sequences",
+    "store.cap_gib",
+    "data.window",
     "corpus.near_duplicates",
     "corpus.contamination_words",
     "regenerate.conversations",
@@ -640,6 +716,8 @@ POSITIVE_IF_SET = (
     "train.peak_tflops",
     "engine.shard_size",
     "launch.tflops",
+    "launch.rolling.capture_threads",
+    "launch.rolling.train_threads",
     "plan.tokens_per_sequence",
     "plan.capture_tflops",
     "serve.steps",
@@ -797,6 +875,10 @@ def check(cfg: Config) -> None:
             f"train.batch_tokens={cfg.train.batch_tokens} is below corpus.max_length={cfg.corpus.max_length}: "
             "one sequence would not fit a batch; raise the former or lower the latter"
         )
+    if cfg.rolls and cfg.store.cap_gib is None:
+        raise ValueError("store.mode=rolling needs a cap: store.cap_gib=GIB of training states on disk at any time")
+    if cfg.reads_copies and cfg.store.dtype == "fp8":
+        raise ValueError("store.later_epochs=fp8 keeps fp8 copies, and store.dtype is fp8 already: raise store.cap_gib")
     launch = cfg.launch
     if launch.kind == "torchrun" and launch.rendezvous is None:
         raise ValueError("launch=torchrun needs launch.rendezvous=HOST:PORT of one of the nodes, the same on all nodes")
@@ -824,10 +906,18 @@ def check(cfg: Config) -> None:
     for tree in cfg.eval.trees:
         if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
             raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
+        for node in tree.choices:
+            if not node or min(node) < 0 or tree.choices.count(node) > 1 or node[:-1] not in ([], *tree.choices):
+                raise ValueError(
+                    f"eval.trees: node {node} of a static tree: ranks from 0, each node once, its parent {node[:-1]} "
+                    "a node too"
+                )
     for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.draft.kind == "hf" and cfg.draft.hf.model is None:
+        raise ValueError("draft=hf needs the draft model: draft.hf.model=FOLDER-OR-HUB-ID")
     for option in ("recompute", "compile"):
         if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
             raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")

@@ -103,6 +103,14 @@ def capture(call: Call) -> int:
     return 0
 
 
+def roll(call: Call) -> int:
+    cfg = call.config()
+    from eagle3_train.capture import roll as roll_store
+
+    roll_store(cfg, rank=_rank(), world=int(os.environ.get("WORLD_SIZE", "1")))
+    return 0
+
+
 def train(call: Call) -> int:
     cfg = call.config()
     if cfg.dry_run:
@@ -215,24 +223,27 @@ def _measure(cfg: Config, head: Draft) -> None:
 
 
 def export(call: Call) -> int:
-    cfg = call.config()
-    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    _export(call.config())
     return 0
 
 
-def _export(cfg: Config, folder: Path) -> None:
+def _export(cfg: Config) -> Path:
+    """The folder of the exported head."""
     from eagle3_train.device import DTYPES
-    from eagle3_train.export import check_export, export_head
+    from eagle3_train.export import check_export, export_head, format_of
     from eagle3_train.files import read_json
     from eagle3_train.train import head_source
 
     source = head_source(cfg)
+    format = format_of(source.head, cfg.export.format)
+    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / format
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
     results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
-    export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
-    say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
+    export_head(source, folder, format, dtype, read_json(results[0]) if results else None)
+    say(f"{folder}: {cfg.point_name} as {format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)
+    return folder
 
 
 def serve_bench(call: Call) -> int:
@@ -241,10 +252,12 @@ def serve_bench(call: Call) -> int:
     from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
 
     folder = prepare_target(cfg.target, cfg.paths.target)
-    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
-    if cfg.serve.url is None and cfg.serve.head is None:
-        cfg.export.format = "speculators"
-        _export(cfg, head)
+    if cfg.serve.head is not None:
+        head = Path(cfg.serve.head).expanduser()
+    elif cfg.serve.url is None:
+        head = _export(cfg)
+    else:
+        head = cfg.point_dir  # in the record: the servers that run have some head of theirs
     tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
     steps = cfg.serve.steps or cfg.draft.steps
     serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
@@ -284,10 +297,16 @@ def study(call: Call) -> int:
         return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
 
-    done = run_study(call.overrides, verify=_check_trackers)
+    done = run_study(call.overrides, verify=_check_trackers, share=_share_passes)
     if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
         _report([point.dir for point in done.study.points], done.study.dir)
     return bool(done.failed)
+
+
+def _share_passes(cfg: Config, readings: dict[str, dict[str, Any]]) -> list[list[str]]:
+    from eagle3_train.capture import share_passes
+
+    return [list(group) for group in share_passes(cfg, readings)]
 
 
 def _check_trackers(cfg: Config) -> None:
@@ -430,6 +449,24 @@ STEPS: dict[str, Step] = {
             "eagle3 capture capture=vllm                  by vLLM, at the speed of its prefill",
             "eagle3 capture capture.batch_tokens=16384 device=cuda",
         ),
+        is_job=True,
+    ),
+    "roll": Step(
+        roll,
+        "with store.mode=rolling: capture shards while points train on them, and delete what no point needs any more",
+        "what `prepare` and `capture` wrote, and the marks that the points leave in the store",
+        "<study>/store/shard-*.parquet, at most store.cap_gib of them at any time",
+        (
+            "store.mode",
+            "store.cap_gib",
+            "store.later_epochs",
+            "store.silent_minutes",
+            "data.window",
+            "capture.shards",
+            "capture.backend",
+            "launch.nproc_per_node",
+        ),
+        ("eagle3 roll store.mode=rolling store.cap_gib=2 data.window=16    while `eagle3 train` runs with the same",),
         is_job=True,
     ),
     "train": Step(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
-from launch.jobs import Job
+from launch.jobs import TRAINS, Job
 
 
 def command(job: Job, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -43,10 +43,19 @@ def terminator(job: Job, environ: Mapping[str, str] = os.environ) -> Callable[[]
 
 
 def environment(job: Job) -> dict[str, str]:
-    """torchrun gives each of several processes one thread; here they share the machine's cores."""
+    """torchrun gives each of several processes one thread; here they share the machine's cores, or what their side of a
+    rolling store has of it."""
     env = dict(job.cfg.launch.slurm.env) if job.cfg.launch.kind == "slurm" else {}
     if job.part is not None:
         env |= {"RANK": str(job.part[0]), "WORLD_SIZE": str(job.part[1])}
+    split = job.cfg.launch.rolling
+    sides = {"roll": (split.capture_threads, split.capture_gpus)}
+    sides |= dict.fromkeys(TRAINS, (split.train_threads, split.train_gpus))
+    threads, gpus = sides.get(job.step, (None, [])) if job.cfg.rolls else (None, [])
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if threads:
+        return {"OMP_NUM_THREADS": str(max(1, threads // job.processes))} | env
     if job.processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env = {"OMP_NUM_THREADS": str(max(1, cores // job.processes))} | env

@@ -21,9 +21,10 @@ from eagle3_train.console import say
 from eagle3_train.files import content_fingerprint, inside, is_file, read_json, write_json
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
-DIVIDED = ("capture", "regenerate")  # steps whose work any number of jobs and processes share out
-OF_STUDY = (*SHARED, "regenerate", "report")  # steps of the study as a whole; the others are steps of a point
+DIVIDED = ("capture", "regenerate", "roll")  # steps whose work any number of jobs and processes share out
+OF_STUDY = (*SHARED, "regenerate", "roll", "report")  # steps of the study as a whole; the others are steps of a point
 TRAINS = ("train", "point")  # the steps that an engine runs
+NOT_OF_THE_DATA = ("mode", "cap_gib", "later_epochs", "silent_minutes")  # of `store`: when states are there, not which
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Job:
     @property
     def name(self) -> str:
         name = self.step if self.step in OF_STUDY else self.cfg.point_name
+        if self.step == "roll" and self.cfg.launch.rolling.session:
+            name = f"{name}-{self.cfg.launch.rolling.session}"
         return name if self.part is None else f"{name}-{self.part[0]}-of-{self.part[1]}"
 
     @property
@@ -99,8 +102,14 @@ def outputs(cfg: Config, step: str) -> list[str]:
     """What a shared step leaves when it is complete: the file that each of its parts writes last, or its URI."""
     if step == "prepare":
         return [inside(cfg.paths.corpus, "report.json")]
-    parts = ["", "validation/", *(f"transcripts/{task.name}/" for task in cfg.eval.tasks)]
-    return [inside(cfg.paths.store, f"{part}manifest.json") for part in parts]
+    others = ["validation", *(f"transcripts/{task.name}" for task in cfg.eval.tasks)]
+    return [training_manifest(cfg), *(inside(cfg.paths.store, f"{part}/manifest.json") for part in others)]
+
+
+def training_manifest(cfg: Config) -> str:
+    """What says what the training store holds: its manifest, or while it rolls, what stands in for it."""
+    whole = inside(cfg.paths.store, "manifest.json")
+    return inside(cfg.paths.store, "rolling.json") if cfg.rolls and not is_file(whole) else whole
 
 
 def data_identity(cfg: Config, step: str = "capture") -> str:
@@ -112,7 +121,8 @@ def data_identity(cfg: Config, step: str = "capture") -> str:
         "tasks": [asdict(task) for task in cfg.eval.tasks],
     }
     if step != "prepare":
-        parts |= {"capture": asdict(cfg.capture), "store": asdict(cfg.store)}
+        store = {key: value for key, value in asdict(cfg.store).items() if key not in NOT_OF_THE_DATA}
+        parts |= {"capture": asdict(cfg.capture), "store": store}
     return digest(parts, 16)
 
 
@@ -174,7 +184,8 @@ def set_aside(cfg: Config, folder: Path) -> None:
 
 def _fingerprint(cfg: Config, part: str = "") -> str | None:
     """Of the training store, or of one inside it, by its manifest; None where there is none."""
-    return _read(inside(cfg.paths.store, f"{part}manifest.json")).get("fingerprint")
+    path = inside(cfg.paths.store, f"{part}manifest.json") if part else training_manifest(cfg)
+    return _read(path).get("fingerprint")
 
 
 def _read(path: str | Path) -> dict[str, Any]:

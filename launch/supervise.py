@@ -44,6 +44,13 @@ class Outcome:
         return "\n".join([f"{name}: {self.state}: {self.reason}", *(f"    {line}" for line in self.tail)])
 
 
+def cut_short(outcome: Outcome) -> bool:
+    """Whether the step was ended from outside, so that another attempt may well succeed. srun reports a task that was
+    killed by signal n with the exit code 128 + n."""
+    killed = [f"exit code {128 + n}" for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)]
+    return outcome.state == "preempted" or outcome.reason in killed or outcome.reason.startswith("killed by")
+
+
 def supervise(
     command: Sequence[str],
     folder: Path,

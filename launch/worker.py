@@ -21,9 +21,10 @@ from eagle3_train import config
 from eagle3_train.cli import guarded
 from eagle3_train.console import say
 from eagle3_train.files import read_json
-from launch.jobs import Job
+from launch.coupled import give_up
+from launch.jobs import TRAINS, Job
 from launch.local import run
-from launch.supervise import Outcome
+from launch.supervise import cut_short
 
 MARGIN_S = 15.0  # of the time between the signal and the limit: for what comes after the step has ended
 
@@ -50,14 +51,9 @@ def main() -> int:
         return 0
     if cut_short(outcome) and _attempt(job) < job.cfg.launch.slurm.attempts:
         _scontrol("requeue", _id())
+    elif job.step in TRAINS:
+        give_up(job)
     return 1
-
-
-def cut_short(outcome: Outcome) -> bool:
-    """Whether the step was ended from outside, so that another attempt may well succeed. srun reports a task that was
-    killed by signal n with the exit code 128 + n."""
-    killed = [f"exit code {128 + n}" for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)]
-    return outcome.state == "preempted" or outcome.reason in killed or outcome.reason.startswith("killed by")
 
 
 def _attempt(job: Job) -> int:

@@ -51,6 +51,8 @@ def retry(cfg: Config, names: Sequence[str]) -> None:
     if not chosen:
         say("no job of this study has failed")
         return
+    if cfg.rolls or any(config.load(found.folder / "config.yaml").rolls for found in chosen):
+        raise ValueError("with store.mode=rolling give `eagle3 study` again: it captures for the points that are left")
     jobs = []
     for found in chosen:
         resolved = config.load(found.folder / "config.yaml")

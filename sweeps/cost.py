@@ -8,7 +8,7 @@ backward pass as two forward ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,19 +129,34 @@ def training_flops(cfg: Config, shape: Shape, data: Data) -> float:
     return epochs(cfg, data) * (6 * trained + frozen)
 
 
-def capture_flops(shape: Shape, data: Data) -> float:
-    return 2.0 * shape.parameters * data.tokens
+def capture_flops(shape: Shape, tokens: float) -> float:
+    return 2.0 * shape.parameters * tokens
 
 
-def store_bytes(cfg: Config, shape: Shape, data: Data) -> float:
-    """Hidden states of the training store: the head's inputs and the final state."""
-    return data.tokens * token_bytes(cfg, shape)
+def store_bytes(cfg: Config, shape: Shape, data: Data, dtype: str | None = None) -> float:
+    """Hidden states of the training store: the head's inputs and the final state. `dtype`: in place of the store's."""
+    return data.tokens * token_bytes(cfg, shape, dtype)
 
 
-def token_bytes(cfg: Config, shape: Shape) -> int:
+def token_bytes(cfg: Config, shape: Shape, dtype: str | None = None) -> int:
     """Hidden states of one token in the store."""
-    scale = 4 if cfg.store.dtype == "fp8" else 0  # of a layer's state
-    return (n_inputs(cfg) + 1) * (shape.hidden * BYTES[cfg.store.dtype] + scale)
+    dtype = dtype or cfg.store.dtype
+    scale = 4 if dtype == "fp8" else 0  # of a layer's state
+    return (n_inputs(cfg) + 1) * (shape.hidden * BYTES[dtype] + scale)
+
+
+def captured_tokens(points: Sequence[Config], data: Data, later_epochs: str) -> float:
+    """Tokens that a rolling store's workers capture for all points: those that train at the same time share their
+    passes, each as long as the longest of them needs; fp8 copies take the place of all but the first."""
+    reading = [cfg for cfg in points if cfg.train.regime != "none"]
+    at_once = points[0].launch.rolling.points_at_once
+    total = 0.0
+    for start in range(0, len(reading), at_once):
+        group = reading[start : start + at_once]
+        needs = [(part.tokens, epochs(cfg, part)) for cfg in group for part in [data.of(cfg)]]
+        passes = math.ceil(max(n for _, n in needs)) if later_epochs == "recapture" else 1
+        total += sum(max(tokens * min(1.0, max(0.0, n - i)) for tokens, n in needs) for i in range(passes))
+    return total
 
 
 def exchanged_bytes(cfg: Config, shape: Shape) -> float:

@@ -70,17 +70,19 @@ def _data(study: Study) -> str:
         return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
     flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
     speed = Speed.of(cfg, (p.dir for p in study.points))
-    capture, tflops = cost.capture_flops(shape, data), cfg.plan.capture_tflops
+    tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
+    capture, tflops = cost.capture_flops(shape, tokens), cfg.plan.capture_tflops
     lines = [
         text,
         f"  disk: {sure}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
         f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
+        *(_rolling(cfg, points, shape, data) if cfg.rolls else ()),
         f"  compute: {sure}{capture:.2g} FLOPs to capture"
         + (f" ({capture / tflops / 3.6e15:,.0f} device-hours at plan.capture_tflops={tflops:g})" if tflops else "")
         + f", {sure}{flops:.2g} to train all points{speed.text(flops) if speed else ''}",
     ]
     if tflops:
-        rate = tflops * 1e12 / cost.capture_flops(shape, data) * data.tokens
+        rate = tflops * 1e12 / cost.capture_flops(shape, 1)
         lines.append(
             f"  a device captures {rate:,.0f} tokens/s, and writes {size(rate * cost.token_bytes(cfg, shape))}/s"
         )
@@ -102,6 +104,23 @@ def _traffic(cfg: Config, shape: cost.Shape, data: cost.Data, speed: Speed) -> l
         text += f", and exchanges {size(step)} a step, {size(step * tokens_per_s / cfg.train.batch_tokens)}/s"
     memory, index = sum(cost.training_bytes(cfg, shape).values()), cost.INDEX_BYTES * data.sequences
     return [text, f"  memory of a process: about {size(memory)} of tensors, {size(index)} of the store's index"]
+
+
+def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Data) -> list[str]:
+    """What a rolling store takes, with either way to feed later epochs."""
+    copies = cost.store_bytes(cfg, shape, data, "fp8")
+    lines = [
+        f"  rolling: at most {cfg.store.cap_gib:g} GiB of the hidden states at a time; windows of "
+        f"{cfg.data.window or 'all'} sequences; {cfg.launch.rolling.points_at_once} point(s) share a pass"
+    ]
+    for choice, room in (("recapture", "nothing"), ("fp8", f"{size(copies)} of copies")):
+        tokens = cost.captured_tokens(points, data, choice)
+        mark = " (chosen)" if choice == cfg.store.later_epochs else ""
+        lines.append(
+            f"    store.later_epochs={choice}{mark}: {tokens:,.0f} tokens captured, "
+            f"{cost.capture_flops(shape, tokens):.2g} FLOPs; keeps {room} within the cap for later epochs"
+        )
+    return lines
 
 
 def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:

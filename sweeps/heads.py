@@ -125,7 +125,7 @@ def _block(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
     return HeadCost(enter + kv + rest + head + markov, token=enter + kv, row=row, passes=d.steps)
 
 
-def _prompt_lookup(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
+def _nothing(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
     return HeadCost(0)
 
 
@@ -136,5 +136,6 @@ COSTS: dict[str, Callable[[DraftConfig, TargetShape, int], HeadCost]] = {
     "lm": _lm,
     "mtp": _mtp,
     "block": _block,
-    "prompt_lookup": _prompt_lookup,
+    "hf": _nothing,
+    "prompt_lookup": _nothing,
 }

@@ -1,6 +1,8 @@
 """The target's hidden states into stores, and its own text."""
 
 from .backend import open_writer
+from .passes import share_passes
+from .roll import roll
 from .run import capture
 
-__all__ = ["capture", "open_writer"]
+__all__ = ["capture", "open_writer", "roll", "share_passes"]

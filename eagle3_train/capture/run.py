@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.corpus import read_rows
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line
-from eagle3_train.store import ShardWriter, finalize, missing_shards, write_origin
+from eagle3_train.store import ShardWriter, StoreSpec, finalize, missing_shards, write_origin
 from eagle3_train.target import prepare_target
 
 from .backend import Backend, open_backend
 from .ends import has_target, write_target
+from .passes import announce_rolling
 from .plan import MAY_DIFFER, Job, plan, require_disk
 
 LOG = "capture.jsonl"  # in the study's folder: a line a captured shard
@@ -42,22 +44,26 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     device = resolve_device(cfg.device)
     target = prepare_target(cfg.target, cfg.paths.target)
     jobs = plan(cfg, target, device)
-    _announce(cfg, jobs, show=rank == 0)
+    train = jobs[0]
+    room = 0
+    if cfg.rolls and not train.finished:  # its shards come while it is read (`roll`)
+        jobs, room = jobs[1:], announce_rolling(cfg, train, write=rank == 0 and not cfg.dry_run)
+    _announce(cfg, jobs, room, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
         write_origin(cfg.paths.store, cfg.data_identity)
         # By number among all shards, missing or not: workers that start at different times still share without a gap.
         units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
-        worker.run([(job, shard) for job, shard in units if shard in job.missing], jobs[0].compute_dtype)
+        worker.run([(job, shard) for job, shard in units if shard in job.missing], train.compute_dtype)
         for job in jobs:
             if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
                 finalize(job.path, job.spec, MAY_DIFFER)
     return _summary(worker.log)
 
 
-def _announce(cfg: Config, jobs: list[Job], show: bool) -> None:
-    """Say what will be written, and refuse before any work when the disk is too small for it."""
-    needed = sum(job.missing_bytes for job in jobs)
+def _announce(cfg: Config, jobs: list[Job], room: int, show: bool) -> None:
+    """Say what will be written, and refuse before any work when the disk is too small for it and `room` bytes more."""
+    needed = sum(job.missing_bytes for job in jobs) + room
     free = require_disk(cfg.paths.store, needed)
     for job in jobs if show else []:
         done = job.spec.n_shards - len(job.missing)
@@ -105,16 +111,27 @@ class Worker:
                     for job, shard in mine:
                         self.shard(backend, job, shard, bar)
 
-    def shard(self, backend: Backend, job: Job, shard: int, bar: Bar) -> None:
-        """Capture one shard and log it."""
+    def shard(
+        self,
+        backend: Backend,
+        job: Job,
+        shard: int,
+        bar: Bar,
+        stores: Sequence[tuple[str, StoreSpec]] | None = None,
+    ) -> None:
+        """Capture one shard and log it. `stores`: where it is written, and how; None: as the job says."""
         started = time.monotonic()
         bar.update(0, note=job.name)
         expected = bar.units + job.tokens(shard) + job.generated(shard)
         rows = list(read_rows(job.rows_file, job.rows(shard)))
         tokens = mismatched = compared = 0
-        with ShardWriter(job.path, shard, job.spec) as writer:
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(ShardWriter(path, shard, spec)) for path, spec in stores or [(job.path, job.spec)]
+            ]
             for sequence in backend.sequences(job, rows, bar.update):
-                writer.add(sequence)
+                for writer in writers:
+                    writer.add(sequence)
                 tokens += sequence.n_tokens
                 if job.task is not None:
                     known = sequence.target_argmax[:-1] >= 0

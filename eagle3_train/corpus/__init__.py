@@ -2,7 +2,7 @@
 
 from .prepare import prepare, read_report
 from .regenerate import regenerate
-from .rows import Row, read_lengths, read_rows
+from .rows import Row, read_counts, read_lengths, read_rows
 from .template import Template
 
-__all__ = ["Row", "Template", "prepare", "read_lengths", "read_report", "read_rows", "regenerate"]
+__all__ = ["Row", "Template", "prepare", "read_counts", "read_lengths", "read_report", "read_rows", "regenerate"]

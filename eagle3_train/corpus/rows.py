@@ -96,6 +96,22 @@ def read_lengths(path: Path) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
+def read_counts(path: Path, vocab_size: int) -> tuple[pa.Table, np.ndarray]:
+    """What is known of the rows before anything is captured: a table of `sample_id`, `source`, `n_tokens`,
+    `n_supervised`, in row order; and how often each token is supervised, [vocab_size] int64."""
+    parts, counts = [], np.zeros(vocab_size, np.int64)
+    with pq.ParquetFile(_existing(path)) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
+            supervised = masks.values.to_numpy() == 1
+            counts += np.bincount(ids.values.to_numpy()[supervised], minlength=vocab_size)
+            ends = np.concatenate([[0], np.cumsum(supervised)])[masks.offsets.to_numpy()]
+            columns = {"n_tokens": pc.list_value_length(ids), "n_supervised": pa.array(np.diff(ends), pa.int32())}
+            parts.append(pa.table({name: table[name] for name in ("sample_id", "source")} | columns))
+    return pa.concat_tables(parts), counts
+
+
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{path} is not there: run `eagle3 prepare` first")

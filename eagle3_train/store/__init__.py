@@ -7,39 +7,51 @@ from .index import Index
 from .loader import Loader
 from .manifest import Manifest, ShardEntry, finalize
 from .origin import expect_origin, write_origin
-from .plan import BatchPlan, prefix_for_tokens
+from .plan import BatchPlan, plan_of, prefix_for_tokens, rows_of
 from .reader import Store, concatenate
+from .rolling import Rolling, RollingStore, is_rolling, write_rolling
 from .schema import CONVENTION, Sequence, StoreSpec
+from .stream import Course, Stream
 from .target import TargetPart, read_target_part, write_target_part
 from .transform import merge, prune
 from .verify import Problem
-from .writer import ShardWriter, missing_shards, shard_name, shard_rows
+from .writer import ShardWriter, check_spec, missing_shards, shard_name, shard_number, shard_rows
 
 __all__ = [
     "CONVENTION",
     "BatchPlan",
+    "Course",
     "Index",
     "Loader",
     "Manifest",
     "Problem",
+    "Rolling",
+    "RollingStore",
     "Sequence",
     "ShardEntry",
     "ShardWriter",
     "Store",
     "StoreSpec",
+    "Stream",
     "TargetPart",
+    "check_spec",
     "concatenate",
     "expect_origin",
     "finalize",
     "inside",
+    "is_rolling",
     "merge",
     "missing_shards",
+    "plan_of",
     "prefix_for_tokens",
     "prune",
     "read_target_part",
+    "rows_of",
     "shard_name",
+    "shard_number",
     "shard_rows",
     "token_counts",
     "write_origin",
+    "write_rolling",
     "write_target_part",
 ]

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .folder import Folder
 from .reader import Store
 
 NAME = "token-counts.json"
@@ -29,10 +30,15 @@ def token_counts(store: Store) -> np.ndarray:
                 table = parquet.read_row_group(group, ["input_ids", "loss_mask"], use_threads=False)
                 ids, mask = (_values(table[name]) for name in ("input_ids", "loss_mask"))
                 counts += np.bincount(ids[mask == 1], minlength=len(counts))
-    seen = np.flatnonzero(counts)
-    value = {"fingerprint": store.fingerprint, "ids": seen.tolist(), "counts": counts[seen].tolist()}
-    store.folder.write(NAME, json.dumps(value).encode())
+    write_counts(store.folder, store.fingerprint, counts)
     return counts
+
+
+def write_counts(folder: Folder, fingerprint: str, counts: np.ndarray) -> None:
+    """Keep the counts of the store of this fingerprint beside its shards."""
+    seen = np.flatnonzero(counts)
+    value = {"fingerprint": fingerprint, "ids": seen.tolist(), "counts": counts[seen].tolist()}
+    folder.write(NAME, json.dumps(value).encode())
 
 
 def _values(column: pa.ChunkedArray) -> np.ndarray:

@@ -114,11 +114,13 @@ class Folder:
             except OSError:
                 continue  # a living writer's, just renamed, or a file system without locks
 
-    def remove_temporaries(self, prefix: str) -> None:
-        """Remove the unfinished files of that prefix, whoever's they are: only when nothing is left to be written."""
+    def remove_temporaries(self, prefix: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Remove the unfinished files of that prefix whose final name is `wanted`, whoever's they are: only where no
+        other process writes them."""
         if self.is_local:
             for path in Path(self.root).glob(f".{prefix}*.tmp"):
-                path.unlink(missing_ok=True)
+                if wanted(path.name[1:]):
+                    path.unlink(missing_ok=True)
 
 
 def _open_locked(path: str) -> BinaryIO:

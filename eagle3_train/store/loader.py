@@ -5,14 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+
+from eagle3_train.exits import Unfinished
 
 from .plan import BatchPlan
 from .reader import Store
 from .schema import Sequence
 
+GRACE_S = 5.0  # from being told to end: for a batch that comes, after which a checkpoint can be saved
 REMOTE_READERS = 8  # requests under way at once
 LOCAL_READERS = 2  # one thread copies out of the page cache at half of what the memory can do
 
@@ -36,15 +39,16 @@ class Loader:
         start_step: int = 0,
         prefetch: int = 2,
         readers: int | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """`readers`: threads that read rows at once; None: two from a disk, more from an object store, whose latency
-        they hide."""
+        they hide. `interrupted`: whether this process has been told to end; `Unfinished` where no batch comes then."""
         if len(plan.lengths) > len(store):
             raise ValueError(f"the plan covers {len(plan.lengths)} rows and the store holds {len(store)}")
         if prefetch < 1:
             raise ValueError(f"prefetch={prefetch}: at least one batch is read ahead")
         self.waited_s = 0.0
-        self._store, self._plan = store, plan
+        self._store, self._plan, self._interrupted = store, plan, interrupted
         self._rank, self._world, self._start = rank, world, start_step
         self._readers = readers or (LOCAL_READERS if store.folder.is_local else REMOTE_READERS)
         self._queue: queue.Queue[tuple[int, list[Sequence]] | BaseException | None] = queue.Queue(prefetch)
@@ -59,7 +63,7 @@ class Loader:
         if self._closed.is_set():
             raise StopIteration
         began = time.perf_counter()
-        item = self._queue.get()
+        item = self._get(began)
         self.waited_s += time.perf_counter() - began
         if isinstance(item, tuple):
             return item
@@ -67,6 +71,15 @@ class Loader:
         if item is None:
             raise StopIteration
         raise item
+
+    def _get(self, began: float) -> tuple[int, list[Sequence]] | BaseException | None:
+        while True:
+            try:
+                return self._queue.get(timeout=0.5)
+            except queue.Empty:
+                if self._interrupted() and time.perf_counter() - began > GRACE_S:
+                    self.close()
+                    raise Unfinished("stopped while it waited for its data") from None
 
     def close(self) -> None:
         """End the thread and let go of what it has read. May be called twice."""
@@ -90,8 +103,9 @@ class Loader:
         try:
             with ThreadPoolExecutor(self._readers, "store-reader") as readers:
                 for step in range(self._start, len(self._plan)):
-                    rows = self._plan.rank_rows(step, self._rank, self._world)
-                    sequences = self._store.read_batch(rows, readers)
+                    sequences = self._store.read_step(
+                        self._plan, step, self._rank, self._world, readers, self._closed.is_set
+                    )
                     self._queue.put((step, sequences))
                     if self._closed.is_set():
                         return

@@ -136,7 +136,7 @@ def finalize(path: str | Path, spec: StoreSpec, allow: Iterable[str] = ()) -> Ma
         entries.append(entry)
         parts.append(part)
     index = pa.concat_tables(parts).unify_dictionaries()
-    data = _parquet_bytes(index)
+    data = parquet_bytes(index)
     manifest = Manifest(
         spec.fingerprint(rows_digest(index)),
         spec,
@@ -217,7 +217,8 @@ def rows_digest(index: pa.Table) -> str:
     return hashlib.sha256(names.digest() + name_lengths.digest() + lengths.digest()).hexdigest()
 
 
-def _parquet_bytes(table: pa.Table) -> bytes:
+def parquet_bytes(table: pa.Table) -> bytes:
+    """An index file."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_statistics=False)
     return sink.getvalue().to_pybytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,7 +30,8 @@ class BatchPlan:
     store of one window (4,096 rows) is shuffled as a whole. The stored order is random already. Only what a step needs
     is computed, so a plan over 100 million sequences starts at once.
 
-    `lengths`: tokens of the first n rows of the store (a prefix is a nested subset), [n] ints.
+    `lengths`: tokens of the first n rows of the store (a prefix is a nested subset), [n] ints. `window`: shuffle within
+    windows of so many neighbouring rows, which follow each other as they are stored, as a rolling store needs it.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class BatchPlan:
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        window: int | None = None,
     ) -> None:
         if (epochs is None) == (steps is None):
             raise ValueError("a batch plan takes either epochs or steps (train.regime)")
@@ -52,7 +55,7 @@ class BatchPlan:
                 "or lower corpus.max_length and prepare again"
             )
         self.lengths = np.asarray(lengths)
-        self.fingerprint, self.seed, self.batch_tokens = fingerprint, seed, batch_tokens
+        self.fingerprint, self.seed, self.batch_tokens, self.window = fingerprint, seed, batch_tokens, window
         self.epoch_tokens = int(self.lengths.sum(dtype=np.int64))
         if epochs is not None:
             self.total_tokens = epochs * self.epoch_tokens
@@ -63,8 +66,10 @@ class BatchPlan:
             self.total_tokens = steps * batch_tokens  # the last batch ends before it, as every batch does
         if self.steps < 1:
             raise ValueError(f"epochs={epochs}, steps={steps}: at least one is needed")
-        n = len(self.lengths)
-        self._block_tokens = np.add.reduceat(self.lengths, np.arange(0, n, BLOCK_ROWS), dtype=np.int64)
+        self._block_rows = window or BLOCK_ROWS
+        self._window_blocks = 1 if window else WINDOW_ROWS // BLOCK_ROWS
+        starts = np.arange(0, len(self.lengths), self._block_rows)
+        self._block_tokens = np.add.reduceat(self.lengths, starts, dtype=np.int64)
         # Bounded caches that threads may share: a loader and the training loop ask for the same steps.
         self._epoch = lru_cache(maxsize=2)(self._compute_epoch)
         self._window = lru_cache(maxsize=CACHED_WINDOWS)(self._compute_window)
@@ -75,11 +80,18 @@ class BatchPlan:
 
     def batch(self, step: int) -> np.ndarray:
         """Rows of global batch `step`, int64, in the order of the stream."""
+        return np.concatenate([rows for _, rows in self._parts(step)])
+
+    def batch_epochs(self, step: int) -> np.ndarray:
+        """Epoch of each row of `batch(step)`, int64."""
+        return np.concatenate([np.full(len(rows), epoch) for epoch, rows in self._parts(step)])
+
+    def _parts(self, step: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The batch in pieces of one epoch each: epoch, rows."""
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of a plan of {self.steps} steps")
         begin = step * self.batch_tokens
         end = min(begin + self.batch_tokens, self.total_tokens)
-        parts = []
         for epoch in range(begin // self.epoch_tokens, (end - 1) // self.epoch_tokens + 1):
             start = epoch * self.epoch_tokens
             lo, hi = begin - start, end - start
@@ -91,8 +103,7 @@ class BatchPlan:
             for number in range(first, last + 1):
                 window = self._window(epoch, number)
                 a, b = np.searchsorted(window.ends, (lo, hi), side="right")
-                parts.append(window.rows[a:b])
-        return np.concatenate(parts)
+                yield epoch, window.rows[a:b]
 
     def rank_rows(self, step: int, rank: int, world: int) -> np.ndarray:
         """This rank's share of the batch, in the order of the batch; over all ranks they are the batch.
@@ -100,6 +111,10 @@ class BatchPlan:
         Loads (tokens) differ by at most one sequence. A rank is empty only where the batch has fewer rows than ranks.
         """
         return self._shares(step, world)[rank].copy()
+
+    def rank_epochs(self, step: int, rank: int, world: int) -> np.ndarray:
+        """Epoch of each of `rank_rows`."""
+        return self.batch_epochs(step)[_spread(self.lengths[self.batch(step)], world)[rank]]
 
     def micro_batches(
         self, step: int, rank: int, world: int, micro_tokens: int | None, padded: bool = False
@@ -160,20 +175,22 @@ class BatchPlan:
             "epoch_tokens": self.epoch_tokens,
             "seed": self.seed,
             "batch_tokens": self.batch_tokens,
+            "window": self.window,
         }
 
     def _compute_epoch(self, epoch: int) -> _Epoch:
-        blocks = _shuffled(np.arange(len(self._block_tokens)), self._key(epoch, "blocks"))
+        blocks = np.arange(len(self._block_tokens))
+        if self.window is None:
+            blocks = _shuffled(blocks, self._key(epoch, "blocks"))
         cumulative = np.cumsum(self._block_tokens[blocks])
-        per_window = WINDOW_ROWS // BLOCK_ROWS
+        per_window = self._window_blocks
         last_blocks = np.minimum(np.arange(per_window, len(blocks) + per_window, per_window), len(blocks)) - 1
         return _Epoch(blocks, cumulative[last_blocks])
 
     def _compute_window(self, epoch: int, number: int) -> _Window:
         order = self._epoch(epoch)
-        per_window = WINDOW_ROWS // BLOCK_ROWS
-        blocks = order.blocks[number * per_window : (number + 1) * per_window]
-        rows = (np.sort(blocks)[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
+        blocks = order.blocks[number * self._window_blocks : (number + 1) * self._window_blocks]
+        rows = (np.sort(blocks)[:, None] * self._block_rows + np.arange(self._block_rows)).ravel()
         rows = _shuffled(rows[rows < len(self.lengths)], self._key(epoch, "rows"))
         before = order.window_ends[number - 1] if number else 0
         return _Window(rows, before + np.cumsum(self.lengths[rows], dtype=np.int64))
@@ -205,6 +222,18 @@ def prefix_for_tokens(lengths: np.ndarray, tokens: int) -> int:
     if not len(ends) or ends[-1] < tokens:
         raise ValueError(f"the store holds {ends[-1] if len(ends) else 0} tokens, fewer than the {tokens} asked for")
     return int(np.searchsorted(ends, tokens, side="left")) + 1
+
+
+def rows_of(lengths: np.ndarray, reading: Mapping[str, Any]) -> int:
+    """Rows of a store of these lengths that a run reads: so many, or as few as hold so many tokens."""
+    return reading["rows"] if reading["tokens"] is None else prefix_for_tokens(lengths, reading["tokens"])
+
+
+def plan_of(lengths: np.ndarray, fingerprint: str, reading: Mapping[str, Any]) -> BatchPlan:
+    """The plan of a run: `lengths` of all rows of the store, `reading` as `Config.reading`, the arguments of
+    `BatchPlan` with `rows` or `tokens`."""
+    arguments = {name: value for name, value in reading.items() if name not in ("rows", "tokens")}
+    return BatchPlan(lengths[: rows_of(lengths, reading)], fingerprint, **arguments)
 
 
 def _shuffled(values: np.ndarray, key: int) -> np.ndarray:

@@ -19,7 +19,8 @@ import torch
 from .codec import DTYPES, decode, read_dtype
 from .folder import Folder, RangeReader
 from .index import Index
-from .manifest import Manifest
+from .manifest import Manifest, ShardEntry
+from .plan import BatchPlan
 from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
 from .verify import Problem, verify
 from .writer import PREFIX, remedy
@@ -40,10 +41,11 @@ class Store:
     The small columns are decoded some row groups at a time and kept in a small cache. Threads may share a store.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.index = Index(folder, manifest.rows)
-        self._columns = [f.name for f in arrow_schema(manifest.spec) if f.name != HIDDEN]
+    manifest: Manifest  # not of a rolling store
+
+    def __init__(self, folder: Folder, spec: StoreSpec, fingerprint: str, index: Index) -> None:
+        self.folder, self.spec, self.fingerprint, self.index = folder, spec, fingerprint, index
+        self._columns = [f.name for f in arrow_schema(spec) if f.name != HIDDEN]
         self._shards: _Cache[int, _Shard] = _Cache(OPEN_SHARDS, lambda _: 1)
         self._runs: _Cache[tuple[int, int], _Run] = _Cache(CACHED_COLUMN_BYTES, lambda g: g.nbytes)
 
@@ -51,18 +53,13 @@ class Store:
     def open(cls, path: str | Path) -> Store:
         """Reads the manifest and the index's footer; no shard. ValueError says what is wrong and the way out."""
         folder = Folder(path)
-        return cls(folder, Manifest.read(folder))
-
-    @property
-    def spec(self) -> StoreSpec:
-        return self.manifest.spec
-
-    @property
-    def fingerprint(self) -> str:
-        return self.manifest.fingerprint
+        manifest = Manifest.read(folder)
+        store = cls(folder, manifest.spec, manifest.fingerprint, Index(folder, manifest.rows))
+        store.manifest = manifest
+        return store
 
     def __len__(self) -> int:
-        return self.manifest.rows
+        return self.spec.n_rows
 
     def expect(self, **wanted: Any) -> None:
         """Compare fields of the spec (`target_hash=`, `tokenizer_hash=`, `layer_ids=`, `dtype=` ...) before any work.
@@ -132,8 +129,8 @@ class Store:
         wanted = np.asarray(rows, np.int64)
         for row in wanted[(wanted < 0) | (wanted >= len(self))]:
             raise IndexError(f"row {row} of a store of {len(self)} rows")
-        index, spec = self.index, self.spec
-        lengths = index.n_tokens[wanted].astype(np.int64)
+        spec = self.spec
+        lengths = self.index.n_tokens[wanted].astype(np.int64)
         ends = np.cumsum(lengths)
         shape = (int(lengths.sum()), len(spec.layer_ids), spec.hidden_size)
         batch = torch.empty(shape, dtype=read_dtype(spec.dtype))
@@ -155,9 +152,7 @@ class Store:
             shard.read_hidden(offset, stored.flatten().view(torch.uint8).numpy().data)
             return stored
 
-        shards, groups, numbers, offsets = (
-            a[wanted].tolist() for a in (index.shard, index.row_group, index.row, index.offset)
-        )
+        shards, groups, numbers, offsets = (a.tolist() for a in self._places(wanted))
         sizes = lengths.tolist()
         states = (readers.map if readers else map)(read_states, sizes, ends.tolist(), shards, offsets)
         columns = list(map(columns_of, wanted.tolist(), sizes, shards, groups, numbers))
@@ -169,8 +164,37 @@ class Store:
             sequences.append(Sequence(hidden=hidden, **values))
         return sequences
 
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Shard, row group, row in it, and offset of the states, of each row."""
+        index = self.index
+        return index.shard[rows], index.row_group[rows], index.row[rows], index.offset[rows]
+
     def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self.manifest, number)
+        return _Shard(self.folder, self.manifest.shards[number], number)
+
+    def read_step(
+        self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor | None, cancelled: Callable[[], bool]
+    ) -> list[Sequence]:
+        """A rank's share of a step. `cancelled`: ends the waiting of a store that has to wait (`RollingStore`)."""
+        return self.read_batch(plan.rank_rows(step, rank, world), readers)
+
+    # What only a store that rolls has to do (`RollingStore`), and training asks of any.
+
+    def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
+        """A training run reads on from `step`. `is_main`: it is this process that tells others."""
+
+    def needs_checkpoint(self, saved: int, step: int) -> bool:
+        """Whether the store must keep less once a checkpoint of `step` is on disk, than with that of `saved`."""
+        return False
+
+    def release(self, step: int) -> None:
+        """Close what no step from `step` on reads: on every rank, before a checkpoint of `step` is saved."""
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of `step` is on disk."""
+
+    def finished(self, run: str, session: str) -> None:
+        """The run reads no more, now or later."""
 
     def verify(self, progress: Callable[[int], None] = lambda n_bytes: None) -> list[Problem]:
         """Check every byte and every value; an empty list is a sound store. `progress` is told of bytes checked."""
@@ -196,8 +220,7 @@ def concatenate(sequences: list[Sequence]) -> torch.Tensor:
 class _Shard:
     """An open shard. It is closed when the last thread that uses it lets go."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
-        entry = manifest.shards[number]
+    def __init__(self, folder: Folder, entry: ShardEntry, number: int) -> None:
         self.number, self.where = number, folder.show(entry.name)
         try:
             self._ranges = RangeReader(folder, entry.name)
@@ -273,3 +296,11 @@ class _Cache(Generic[K, V]):
             while self._total > self._capacity and len(self._values) > 1:
                 self._total -= self._weight(self._values.popitem(last=False)[1])
         return value
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def drop(self, wanted: Callable[[K], bool]) -> None:
+        with self._lock:
+            for key in [key for key in self._values if wanted(key)]:
+                self._total -= self._weight(self._values.pop(key))

@@ -30,6 +30,11 @@ def shard_name(shard: int, n_shards: int) -> str:
     return f"shard-{shard:05d}-of-{n_shards:05d}.parquet"
 
 
+def shard_number(name: str) -> int | None:
+    """Of a shard by its file's name, or by one that begins with it; None: no shard."""
+    return int(name[6:11]) if name.startswith("shard-") and name[6:11].isdecimal() else None
+
+
 def shard_rows(n_rows: int, n_shards: int, shard: int) -> range:
     """Rows of the global order that a shard holds: contiguous blocks whose sizes differ by at most one."""
     return range(n_rows * shard // n_shards, n_rows * (shard + 1) // n_shards)

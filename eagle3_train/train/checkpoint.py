@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,16 @@ class Saver:
     manager: leaving it waits for the last checkpoint.
     """
 
-    def __init__(self, folder: Path, world: World, keep_last: int, keep_best: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        keep_last: int,
+        keep_best: bool,
+        saved: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`saved`: called on rank 0, in the thread, when the checkpoint of a step is on disk."""
+        self._saved = saved
         self.folder, self.world, self.keep_last, self.keep_best = folder, world, keep_last, keep_best
         # Of its own: collectives of the thread must not meet those of the loop.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
@@ -191,6 +200,7 @@ class Saver:
                 shutil.rmtree(final)
             temporary.rename(final)
             _sync(self.folder)
+            self._saved(state["step"])
             self._prune()
 
     def _prune(self) -> None:

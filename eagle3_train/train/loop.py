@@ -17,7 +17,7 @@ from eagle3_train.device import peak_rss_mb, peak_tflops, resolve_device, resolv
 from eagle3_train.drafts import Draft
 from eagle3_train.exits import Unfinished
 from eagle3_train.files import code_version, read_object, write_json
-from eagle3_train.store import BatchPlan, Loader, Sequence, Store
+from eagle3_train.store import BatchPlan, Loader, Sequence, Store, plan_of
 from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
 from eagle3_train.train.checkpoint import Saver
@@ -32,14 +32,13 @@ from eagle3_train.train.setup import (
     open_store,
     seed_rank,
     trains,
-    used_rows,
 )
 from eagle3_train.train.step import StepResult, split, train_step
 from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
 
 Evaluate = Callable[[Draft], dict[str, Any]]
-NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "skipped_steps": 0}
+NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "waited": 0.0, "skipped_steps": 0}
 SKIPPED_IN_A_ROW = 10  # updates; more is no accident but a run that has diverged
 
 
@@ -57,10 +56,13 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
     device = resolve_device(cfg.device)
     tune_allocator()
     with world_from_environment(device, cfg.engine.timeout_minutes) as world:
+        store = open_store(cfg)
         if not _is_done(cfg):
-            _train(cfg, evaluate, device, world)
+            _train(cfg, store, evaluate, device, world)
         elif world.is_main:
             say(f"{cfg.point_name}: trained already")
+        if world.is_main:
+            store.finished(cfg.point_name, cfg.launch.rolling.session)
         return load_head(cfg, device)  # plain and whole, whatever the engine has made of its own
 
 
@@ -74,15 +76,13 @@ def _is_done(cfg: Config) -> bool:
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
     """Global batches of the point's prefix of the store."""
-    fixed: dict[str, int | None] = (
-        {"steps": cfg.train.steps} if cfg.train.regime == "steps" else {"epochs": cfg.train.epochs}
-    )
-    lengths = store.index.n_tokens[: used_rows(cfg, store)]
-    return BatchPlan(lengths, store.fingerprint, cfg.seed, cfg.train.batch_tokens, **fixed)
+    reading = cfg.reading
+    if cfg.train.regime == "none":  # a plan that nobody follows
+        reading["epochs"] = cfg.train.epochs
+    return plan_of(store.index.n_tokens, store.fingerprint, reading)
 
 
-def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: World) -> None:
-    store = open_store(cfg)
+def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.device, world: World) -> None:
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
     if not trains(cfg, head):
@@ -93,7 +93,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
     engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)
     folder = cfg.point_dir / "checkpoints"
-    saver = Saver(folder, world, cfg.train.keep_last, cfg.train.keep_best)
+    saver = Saver(folder, world, cfg.train.keep_last, cfg.train.keep_best, store.saved)
     meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))
 
     # Where were we? At the newest whole checkpoint that rank 0 sees.
@@ -101,9 +101,10 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     found, highest = world.gather((checkpoint.newest(folder), checkpoint.highest_tau(folder)))[0]
     seed_rank(cfg.seed, world.rank, first)
     if found:
-        first, totals = plan.resume(found.state["plan"]), found.state["totals"]
+        first, totals = plan.resume(found.state["plan"]), totals | found.state["totals"]
         if not found.load_into(engine):
             seed_rank(cfg.seed, world.rank, first)
+    store.follow(cfg.point_name, plan, first, cfg.launch.rolling.session, world.is_main)
     tracker = make_tracker(cfg, cfg.point_dir, resume_step=first, active=world.is_main)
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
@@ -124,11 +125,11 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
         return numbers
 
     numbers: dict[str, Any] = {}
-    skipped_in_a_row = 0
+    skipped_in_a_row, saved = 0, first
     with (
         progress_bar(cfg.point_name, len(plan), "steps", done=first, show=world.is_main) as bar,
-        Loader(store, plan, world.rank, world.size, first) as loader,
         Stop(cfg.train.max_hours) as stop,
+        Loader(store, plan, world.rank, world.size, first, interrupted=lambda: stop.is_told) as loader,
         saver,
     ):
         waited = 0.0
@@ -151,6 +152,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
             totals["flops"] += result.flops
             totals["seconds"] += seconds
             totals["skipped_steps"] += not finite
+            totals["waited"] += loader.waited_s - waited
             meter.add(result, seconds, loader.waited_s - waited)
             waited = loader.waited_s
             done, last = step + 1, step + 1 == len(plan)
@@ -168,7 +170,9 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
                     is_best, highest = True, tau
             is_due = last or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0)
             reason = None if last else stop.reason(world)
-            if is_due or is_best or reason:
+            if is_due or is_best or reason or store.needs_checkpoint(saved, done):
+                saved = done
+                store.release(done)
                 saver.save(engine, {"step": done, "plan": plan.state(done), "totals": dict(totals), "tau": tau})
             saver.check()
             if reason:
@@ -187,6 +191,7 @@ def _train(cfg: Config, evaluate: Evaluate | None, device: torch.device, world: 
     record = _record(cfg, head, store, plan, totals, len(plan))
     record |= {k: v for k, v in numbers.items() if k.startswith("val_")}
     record |= {"train_tokens_per_s": totals["tokens"] / totals["seconds"], "skipped_steps": totals["skipped_steps"]}
+    record["wall_seconds"]["data"] = totals["waited"]
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
     tracker.close()
     if world.is_main:

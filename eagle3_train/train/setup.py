@@ -11,15 +11,28 @@ import torch
 
 from eagle3_train import drafts
 from eagle3_train.config import Config, digest
-from eagle3_train.drafts import Draft, DraftVocab, Eagle3
-from eagle3_train.export import HeadSource, read_published, start_from
-from eagle3_train.store import Store, expect_origin, prefix_for_tokens, read_target_part, token_counts
+from eagle3_train.drafts import Draft, DraftVocab, Eagle1, Eagle3, Medusa
+from eagle3_train.export import HeadSource, format_of, read_published, start_from
+from eagle3_train.store import (
+    RollingStore,
+    Store,
+    expect_origin,
+    is_rolling,
+    prefix_for_tokens,
+    read_target_part,
+    token_counts,
+)
+from eagle3_train.target import prepare_target
 from eagle3_train.train import checkpoint
 
 
 def open_store(cfg: Config) -> Store:
     """The training store, checked against the configuration before any work."""
-    store = Store.open(cfg.paths.store).require_whole()
+    store: Store
+    if cfg.rolls and is_rolling(cfg.paths.store):
+        store = RollingStore.open(cfg.paths.store, cfg.store.silent_minutes, cfg.reads_copies)
+    else:
+        store = Store.open(cfg.paths.store).require_whole()
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
@@ -54,8 +67,25 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     if cfg.draft.init_from is not None:
         published = read_published(cfg.draft.init_from)
         return start_from(published, cfg.draft, part, counts, store.spec.layer_ids[:-1]).to(device)
+    if cfg.draft.kind == "hf":
+        expect_tokenizer(cfg)
     vocab = DraftVocab.from_counts(counts, cfg.draft.vocab_size)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+
+
+def expect_tokenizer(cfg: Config) -> None:
+    """ValueError unless the draft model of draft=hf maps text to the target's token ids."""
+    from transformers import AutoTokenizer
+
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    ours, theirs = (AutoTokenizer.from_pretrained(str(name)).get_vocab() for name in (folder, cfg.draft.hf.model))
+    different = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if different:
+        raise ValueError(
+            f"draft.hf.model={cfg.draft.hf.model} has another tokenizer than {cfg.target.name}: {len(different):,} "
+            f"tokens are not the same, {sorted(different)[0]!r} among them. Its drafts would be other words: take a "
+            "model of the target's family"
+        )
 
 
 def trains(cfg: Config, head: Draft) -> bool:
@@ -95,8 +125,8 @@ def head_source(cfg: Config) -> HeadSource:
     """The trained head of a point with what an exported one says of itself."""
     store = open_store(cfg)
     head = load_head(cfg, torch.device("cpu"))
-    if not isinstance(head, Eagle3):
-        raise ValueError(f"draft.kind={cfg.draft.kind}: only EAGLE-3 heads can be exported")
+    format_of(head, cfg.export.format)  # refuses heads that have none
+    assert isinstance(head, Eagle3 | Eagle1 | Medusa)
     # An engine finds the target by its hub id, or by its folder: a converted file's is ours.
     local = Path(cfg.target.model).expanduser()
     name = cfg.paths.target if cfg.target.model.endswith(".gguf") else str(local.absolute()) if local.is_dir() else None

@@ -25,6 +25,11 @@ class Stop:
         self._deadline = time.monotonic() + 3600 * max_hours if max_hours is not None else float("inf")
         self._signal = 0
 
+    @property
+    def is_told(self) -> bool:
+        """Whether this process has had a signal; other ranks may not."""
+        return self._signal != 0
+
     def reason(self, world: World) -> str | None:
         """Why to stop now, the same on all ranks; None: go on. A collective, asked once a step."""
         late = time.monotonic() >= self._deadline

@@ -216,6 +216,17 @@ def test_ranks_on_two_nodes_find_each_other(bench: Bench, limited: Bench) -> Non
     assert states(bench)[NAMES[0]] == "done"
 
 
+def test_both_sides_of_a_rolling_store_run_in_coupled_jobs(bench: Bench, limited: Bench) -> None:
+    rolls = ("store.mode=rolling", "store.cap_gib=1", "data.window=8", "launch.rolling.points_at_once=2")
+    bench.run("study", "data.scale=1,2", "seed=0", "launch=slurm", *rolls, FAKE_SECONDS="3", FAKE_FAIL="x2-s0")
+    assert list(submissions(bench)) == ["prepare", "capture", "roll-0", "points-0", "report"]
+    wait_for_the_end(bench)
+    assert [states(bench)[name] for name in names(bench)] == ["done", "failed"]
+    assert bench.calls("roll") == ["roll 0/1"]
+    assert len(bench.calls("rolled")) == 1  # it waits no more for the point that has failed
+    assert bench.calls()[-1] == "report"
+
+
 def test_a_job_that_needs_longer_than_its_time_limit_is_requeued_until_it_is_done(limited: Bench) -> None:
     # SLURM sends the signal half a minute to a minute after the start. No node of this study was set down.
     wait_for_the_end(limited)

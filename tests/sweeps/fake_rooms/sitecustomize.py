@@ -10,6 +10,7 @@ $FAKE_SECONDS: how long a training takes. $FAKE_LR: the learning rate of the low
 import json
 import math
 import os
+import signal
 import sys
 import time
 import types
@@ -39,6 +40,29 @@ def capture(cfg, rank=0, world=1):
         write_json(
             folder / "manifest.json", {"fingerprint": rows, "rows": 256, "tokens": 1000, "supervised_tokens": 500}
         )
+
+
+def share_passes(cfg, readings):
+    names, size = list(readings), cfg.launch.rolling.points_at_once
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+def roll(cfg, rank=0, world=1):
+    """Until every run that is expected has been trained."""
+    note(f"roll {rank}/{world}")
+    if (part := os.environ.get("FAKE_ROLL_DIES")) and rank == 0:
+        os.environ.pop("FAKE_ROLL_DIES")
+        if not Path(part).exists():
+            Path(part).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    while set(read_json(cfg.session_file)) - {line.split()[1] for line in calls("trained")}:
+        time.sleep(0.05)
+    note(f"rolled {rank}/{world}")
+
+
+def calls(word):
+    lines = Path(os.environ["FAKE_CALLS"]).read_text().splitlines()
+    return [line for line in lines if line.startswith(f"{word} ")]
 
 
 def train(cfg, evaluate=None):
@@ -91,7 +115,7 @@ def module(name, **members):
 module("eagle3_train.corpus", prepare=prepare)
 module("eagle3_train.target", prepare_target=lambda cfg, folder: folder, load_target=lambda *a, **k: "target")
 module("eagle3_train.device", resolve_device=lambda name: name, resolve_dtype=lambda name, device: name)
-module("eagle3_train.capture", capture=capture)
+module("eagle3_train.capture", capture=capture, roll=roll, share_passes=share_passes)
 module("eagle3_train.train", train=train, load_head=lambda cfg, device: "head")
 module("eagle3_train.evaluate", measure=measure)
 module(

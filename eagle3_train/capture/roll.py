@@ -1,0 +1,196 @@
+"""The step `roll`: capture the shards of a rolling store for the runs that read it, and delete what none needs more.
+
+Any number of workers, no coordinator: worker i of n has the shards s with s mod n = i. What may be captured, and what
+must go, follows from the marks that the runs leave in the store (`store.stream`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from eagle3_train.config import Config
+from eagle3_train.console import Bar, duration, progress_bar, say
+from eagle3_train.device import resolve_device, tune_allocator
+from eagle3_train.files import append_line
+from eagle3_train.store import Rolling, Stream, check_spec, inside, shard_name, shard_number
+from eagle3_train.store.folder import Folder
+from eagle3_train.store.rolling import KEPT, kept_spec
+from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_signs
+from eagle3_train.target import prepare_target
+
+from .backend import Backend, open_backend
+from .passes import Reading, cap_bytes, check_room, expected_runs, make_stream
+from .plan import MAY_DIFFER, Job, plan
+from .run import Worker
+
+LOG = "rolling.jsonl"  # in the study's folder: a line a worker that has come to its end
+POLL_S, REMOTE_POLL_S = 0.2, 5.0  # between looks at the marks while there is no room
+
+
+def roll(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Capture for the expected runs until all of them have ended. Returns {"shards", "busy_s", "waited_s"}.
+
+    Raises:
+        ValueError: no rolling store, one of another spec, or runs that do not fit the cap.
+        TimeoutError: a run that holds the room has given no sign of life for `store.silent_minutes`.
+    """
+    if not cfg.rolls:
+        raise ValueError("eagle3 roll captures for store.mode=rolling; eagle3 capture captures a whole store")
+    device = resolve_device(cfg.device)
+    target = prepare_target(cfg.target, cfg.paths.target)
+    job = plan(cfg, target, device)[0]
+    if job.finished:
+        say(f"{job.path} is a finished store: nothing rolls")
+        return {"shards": 0, "busy_s": 0.0, "waited_s": 0.0}
+    rolling = Rolling.read(Folder(job.path))
+    check_spec(rolling.spec, job.spec, Folder(job.path).show("rolling.json"), MAY_DIFFER)
+    tune_allocator()
+    roller = Roller(cfg, Worker(cfg, target, device, rank), job, rolling, rank, world)
+    check_room(cfg, rolling, job.lengths, roller.runs)
+    return roller.run()
+
+
+class Roller:
+    """One worker."""
+
+    def __init__(self, cfg: Config, worker: Worker, job: Job, rolling: Rolling, rank: int, world: int) -> None:
+        self.cfg, self.worker, self.job, self.rolling = cfg, worker, job, rolling
+        self.rank, self.world, self.cap = rank, world, cap_bytes(cfg)
+        self.shards_in, self.copies_in = Folder(job.path), Folder(inside(job.path, KEPT))
+        self.runs: Mapping[str, Reading] = {}
+        self.stream = Stream({}, make_stream(cfg, rolling, job.lengths, {}).shard_bytes)
+        self._read_runs()
+        self.captured, self.busy_s, self.waited_s = 0, 0.0, 0.0
+        self._looked = 0.0
+        self._last: tuple[Any, ...] = ()  # marks and reach at the last look
+        self._watch = Watch(
+            "run",
+            60 * cfg.store.silent_minutes,
+            "Start it again (the same command continues at its checkpoint), or run eagle3 roll without it",
+        )
+
+    def run(self) -> dict[str, Any]:
+        for folder in (self.shards_in, self.copies_in):  # of a worker of this number that was killed
+            folder.remove_temporaries("shard-", lambda name: (shard_number(name) or 0) % self.world == self.rank)
+        total = sum(self.job.tokens(use % self.stream.n_shards) for use in range(self.stream.end) if self._is_mine(use))
+        sign = Sign(
+            self.shards_in, WORKERS, str(self.rank), world=self.world, doing="starting", busy_s=0.0, waited_s=0.0
+        )
+        try:
+            with ExitStack() as stack, progress_bar("rolling", total, "tokens", show=self.rank == 0) as bar:
+                self._work(sign, stack, bar)
+            sign.close(doing="ended: all runs have ended")
+        except BaseException as e:
+            sign.close(doing=f"ended by {type(e).__name__}")
+            raise
+        append_line(
+            Path(self.cfg.paths.study) / LOG,
+            json.dumps({"session": self.cfg.launch.rolling.session, "worker": self.rank} | self._report()),
+        )
+        share = 100 * self.waited_s / max(self.busy_s + self.waited_s, 1e-9)
+        say(
+            f"roll: worker {self.rank} captured {self.captured} shards in {duration(self.busy_s)}, and waited "
+            f"{duration(self.waited_s)} for the runs ({share:.0f} %)"
+        )
+        return self._report()
+
+    def _report(self) -> dict[str, Any]:
+        return {"shards": self.captured, "busy_s": self.busy_s, "waited_s": self.waited_s}
+
+    def _work(self, sign: Sign, stack: ExitStack, bar: Bar) -> None:
+        backend: Backend | None = None
+        while True:
+            self._read_runs()
+            marks = self._marks()
+            reach = self.stream.reach(marks, self.cap)
+            self._delete(marks, reach)
+            if all(marks[name] >= course.end for name, course in self.stream.courses.items()):
+                return
+            began = time.monotonic()
+            if (found := self._next(marks, reach)) is None:
+                if backend is not None and reach >= self.stream.end - 1:
+                    stack.pop_all().close()  # all is captured: give the memory back
+                    backend = None
+                self._wait(sign, marks, reach)
+                self.waited_s += time.monotonic() - began
+            else:
+                shard, stores = found
+                sign.say(doing=f"capturing shard {shard}", busy_s=self.busy_s, waited_s=self.waited_s)
+                if backend is None:
+                    dtype = self.job.compute_dtype
+                    opened = open_backend(self.cfg, self.worker.target, dtype, self.worker.device, [self.job])
+                    backend = stack.enter_context(opened)
+                began = time.monotonic()
+                self.worker.shard(backend, self.job, shard, bar, [(f.uri, spec) for f, spec in stores])
+                self.captured += 1
+                self.busy_s += time.monotonic() - began
+
+    def _read_runs(self) -> None:
+        """A run that its launcher has given up is expected no more."""
+        runs = expected_runs(self.cfg)
+        if runs != self.runs:
+            self.runs = runs
+            self.stream = make_stream(self.cfg, self.rolling, self.job.lengths, runs)
+
+    def _marks(self) -> dict[str, int]:
+        """Of a run that has not shown up, and of one whose end was in another session: from its start."""
+        signs, marks = read_signs(self.shards_in, READERS), {}
+        for name, course in self.stream.courses.items():
+            sign = signs.get(name, {"ended": False, "mark": 0, "session": ""})
+            is_of_now = sign["session"] == self.cfg.launch.rolling.session
+            marks[name] = course.end if sign["ended"] and is_of_now else 0 if sign["ended"] else sign["mark"]
+        return marks
+
+    def _delete(self, marks: Mapping[str, int], reach: int) -> None:
+        for folder, live in zip((self.shards_in, self.copies_in), self.stream.on_disk(marks, reach), strict=True):
+            for name in folder.sizes():
+                number = shard_number(name)
+                if number is not None and not any(first <= number < behind for first, behind in live):
+                    with suppress(FileNotFoundError):  # another worker was first
+                        folder.remove(name)
+
+    def _next(self, marks: Mapping[str, int], reach: int) -> tuple[int, list[tuple[Folder, Any]]] | None:
+        """The first shard of mine that is missing, and where it is to be written."""
+        spec = self.job.spec
+        shards, copies = self.stream.on_disk(marks, reach)
+        places = [(self.shards_in, spec, shards), (self.copies_in, kept_spec(spec), copies)]
+        present = [folder.sizes() for folder, _, _ in places]
+        for shard in self.stream.order(marks, reach):
+            if shard % self.world != self.rank:
+                continue
+            name = shard_name(shard, spec.n_shards)
+            missing = [
+                (folder, of)
+                for (folder, of, live), there in zip(places, present, strict=True)
+                if name not in there and any(first <= shard < behind for first, behind in live)
+            ]
+            if missing:
+                return shard, missing
+        return None
+
+    def _is_mine(self, use: int) -> bool:
+        first_pass = self.stream.kept_bytes is None or use < self.stream.n_shards
+        is_needed = any(course.needs(use) for course in self.stream.courses.values())
+        return first_pass and is_needed and use % self.stream.n_shards % self.world == self.rank
+
+    def _wait(self, sign: Sign, marks: Mapping[str, int], reach: int) -> None:
+        going = [name for name, course in self.stream.courses.items() if marks[name] < course.end]
+        lowest = min(marks[name] for name in going)
+        holders = [name for name in going if marks[name] == lowest]
+        ended = reach >= self.stream.end - 1
+        what = (
+            f"waiting for {'the end' if ended else 'room, which is held for the checkpoints'} of {', '.join(holders)}"
+        )
+        sign.note(doing=what, busy_s=self.busy_s, waited_s=self.waited_s)
+        if (now := (*marks.values(), reach)) != self._last:  # something moves
+            self._last, self._looked = now, 0.0
+            self._watch.begin()
+        if time.monotonic() - self._looked > REMOTE_POLL_S:
+            self._looked = time.monotonic()
+            self._watch.look(read_signs(self.shards_in, READERS), holders, what)
+        time.sleep(POLL_S if self.shards_in.is_local else REMOTE_POLL_S)

@@ -1,0 +1,123 @@
+"""What the two sides of a rolling store tell each other: small files, each written whole by one process, read by all.
+
+    readers/<run>.json    a training run: its mark (see `stream`), whether it has ended, what it does
+    workers/<number>.json a capture worker: what it does, how long it has captured and waited
+
+Nothing else is needed of a file system or an object store than that a file is written whole. No times are compared: a
+process counts as silent where its file has not changed for a while by the *observer's* clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3_train.console import duration, say
+
+from .folder import Folder
+
+BEAT_S = 5.0  # between signs of life
+SILENT_S = 40.0  # without one, a process is named; with BEAT_S and a look now and then, within a minute
+REPEAT_S = 60.0
+READERS, WORKERS = "readers", "workers"
+
+
+class Sign:
+    """A process's own file, written anew every few seconds by a thread, and at once by `say`.
+
+    Facts change by `note`. `close` writes a last time and ends the thread; a sign that is never closed ends with its
+    process, which is how others notice.
+    """
+
+    def __init__(self, folder: Folder, kind: str, name: str, **facts: Any) -> None:
+        self._folder, self._file = folder.child(kind), f"{name}.json"
+        self._facts: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0, **facts}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self.say()
+        self._thread = threading.Thread(target=self._beat, name="store-sign", daemon=True)
+        self._thread.start()
+
+    def note(self, **facts: Any) -> None:
+        """To be said with the next beat."""
+        self._facts = self._facts | facts
+
+    def say(self, **facts: Any) -> None:
+        with self._lock:
+            self._facts = self._facts | facts | {"beat": self._facts["beat"] + 1}
+            self._folder.write(self._file, json.dumps(self._facts).encode())
+
+    def close(self, **facts: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.say(**facts)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with suppress(OSError):  # a full disk, a server that is away: the next one may come through
+                self.say()
+
+
+def read_signs(folder: Folder, kind: str) -> dict[str, dict[str, Any]]:
+    """Name -> what its file says."""
+    found, inside = {}, folder.child(kind)
+    for file in inside.sizes():
+        if file.endswith(".json") and not file.startswith("."):
+            with suppress(FileNotFoundError, json.JSONDecodeError):  # an object store may be between two versions
+                found[file.removesuffix(".json")] = json.loads(inside.read(file))
+    return found
+
+
+@dataclass
+class Watch:
+    """Looks at the signs of the other side while this one waits for it; names who is silent, and gives up in the end.
+
+    `noun`: what they are called. `limit_s`: seconds of silence of those without whom it does not go on.
+    """
+
+    noun: str
+    limit_s: float
+    remedy: str  # what to do about one that is silent
+    quiet: bool = False  # of several ranks, one prints
+    _seen: dict[str, tuple[Any, float]] = field(default_factory=dict)  # beat, and when it was first seen
+    _named: set[str] = field(default_factory=set)
+    _since: float = 0.0
+    _said: float = 0.0
+
+    def begin(self) -> None:
+        """The waiting begins."""
+        self._since = self._said = time.monotonic()
+        self._named = set()
+
+    def look(self, signs: Mapping[str, Mapping[str, Any]], needed: Sequence[str], what: str) -> None:
+        """Once in a while during the waiting. TimeoutError where one of `needed` has been silent for too long."""
+        now = time.monotonic()
+        for name in needed:
+            beat = signs[name]["beat"] if name in signs else None
+            if name not in self._seen or self._seen[name][0] != beat:
+                self._seen[name] = (beat, now)
+        silent = {name: now - max(self._seen[name][1], self._since) for name in needed}
+        silent = {name: seconds for name, seconds in silent.items() if seconds > SILENT_S}
+        if silent.keys() <= self._named and now - self._said < REPEAT_S:
+            return
+        lines = [self._describe(name, signs.get(name), silent.get(name)) for name in needed]
+        text = f"{what} for {duration(now - self._since)}: {'; '.join(lines)}"
+        if silent and max(silent.values()) > self.limit_s:
+            raise TimeoutError(f"{text}. {self.remedy}")
+        self._named, self._said = self._named | silent.keys(), now
+        if not self.quiet:
+            say(text)
+
+    def _describe(self, name: str, sign: Mapping[str, Any] | None, silent_s: float | None) -> str:
+        if sign is None:
+            return f"{self.noun} {name} has not shown up"
+        who = f"{self.noun} {name} (process {sign['pid']} on {sign['host']})"
+        if silent_s is not None:
+            return f"{who} has given no sign of life for {duration(silent_s)}; its last: {sign['doing']}"
+        return f"{who} is {sign['doing']}"

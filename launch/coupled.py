@@ -1,0 +1,168 @@
+"""Both sides of a rolling store on this machine: capture workers and the points that train on what they capture."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from eagle3_train.config import Config
+from eagle3_train.console import say
+from eagle3_train.files import read_json, read_object, write_json
+from launch.jobs import Job
+from launch.local import run
+from launch.supervise import Outcome, cut_short
+
+BACKOFF_S = 2.0  # before a killed process is started again
+END_S = 120.0  # for the workers, when all points have ended
+
+
+def make_session(cfg: Config, points: Sequence[Config], number: int) -> tuple[list[Job], list[Job]]:
+    """The jobs of a session: workers, and points that share their passes, each with its share of threads and GPUs.
+    `number`: of the session in its study, for the name. `write_session` lets them be run."""
+    session = f"{number}-{uuid.uuid4().hex[:8]}"
+    split = cfg.launch.rolling
+    workers = [_part(cfg, session, i, split.workers, "capture_threads", "capture_gpus") for i in range(split.workers)]
+    training = [_part(c, session, i, len(points), "train_threads", "train_gpus") for i, c in enumerate(points)]
+    return (
+        [Job("roll", c, (i, len(workers))) for i, c in enumerate(workers)],
+        [Job("point", c) for c in training],
+    )
+
+
+def _part(cfg: Config, session: str, number: int, of: int, threads: str, gpus: str) -> Config:
+    part = deepcopy(cfg)
+    split = part.launch.rolling
+    split.session = session
+    if (total := getattr(split, threads)) is not None:
+        setattr(split, threads, max(1, total // of))
+    if devices := getattr(split, gpus):
+        setattr(split, gpus, devices[len(devices) * number // of : len(devices) * (number + 1) // of])
+    return part
+
+
+def write_session(points: Sequence[Job]) -> None:
+    """Say which runs are expected: shards are kept for them from the start."""
+    write_json(points[0].cfg.session_file, {job.cfg.point_name: job.cfg.reading for job in points})
+
+
+def give_up(job: Job) -> None:
+    """A point that has failed for good holds nothing any more: the others go on without it."""
+    path = job.cfg.session_file
+    if job.cfg.launch.rolling.session and path.is_file():
+        write_json(path, {name: reading for name, reading in read_json(path).items() if name != job.cfg.point_name})
+
+
+class Coupled:
+    """Runs a session to its end. A process that is killed from outside is started again, and goes on where it was."""
+
+    def __init__(self, workers: Sequence[Job], points: Sequence[Job]) -> None:
+        self.workers, self.points = workers, points
+        self._abort = threading.Event()
+        self._capture_failed = threading.Event()
+
+    def run(self) -> dict[str, Outcome]:
+        """Name of a point -> how it ended. `cli.Failed` is the caller's to raise."""
+        write_session(self.points)
+        began = time.time()
+        pool = ThreadPoolExecutor(len(self.workers) + len(self.points), "coupled")
+        try:
+            capturing = [pool.submit(self._capture, job) for job in self.workers]
+            training = {pool.submit(self._train, job): job for job in self.points}
+            try:
+                wait(training)
+            except BaseException:  # Ctrl-C, SIGTERM: both sides are ended in good order
+                self._abort.set()
+                wait([*training, *capturing])
+                raise
+            wait(capturing, timeout=END_S)  # the workers see by themselves that nobody reads any more
+        finally:
+            self._abort.set()
+            pool.shutdown()
+            self.points[0].cfg.session_file.unlink(missing_ok=True)
+        say(self._balance(began, capturing))
+        return {job.cfg.point_name: future.result() for future, job in training.items()}
+
+    def _train(self, job: Job) -> Outcome:
+        def stop() -> str:
+            return "stopped" if self._abort.is_set() else "without capture" if self._capture_failed.is_set() else ""
+
+        outcome = self._run(job, stop)
+        if outcome.state != "done" and not self._abort.is_set():
+            give_up(job)
+        return outcome
+
+    def _capture(self, job: Job) -> Outcome:
+        outcome = self._run(job, lambda: "stopped" if self._abort.is_set() else "")
+        if outcome.state == "failed":
+            say(outcome.text(job.name))
+            self._capture_failed.set()
+        return outcome
+
+    def _run(self, job: Job, stop: Callable[[], str]) -> Outcome:
+        for _ in range(job.cfg.launch.rolling.restarts):
+            outcome = run(job, wait=False, stop=stop)
+            if stop() or not cut_short(outcome):
+                return outcome
+            say(f"{job.name}: {outcome.reason}; started again")
+            time.sleep(BACKOFF_S)
+        return run(job, wait=False, stop=stop)
+
+    def _balance(self, began: float, capturing: Sequence[Future[Outcome]]) -> str:
+        cfg = self.workers[0].cfg
+        spent = [
+            read_object(path)["wall_seconds"]
+            for job in self.points
+            if (path := job.folder / "train.json").is_file() and path.stat().st_mtime >= began
+        ]
+        captured = _captured(Path(cfg.paths.study) / "rolling.jsonl", cfg.launch.rolling.session)
+        if not spent or not captured:
+            return "rolling: no point was trained to its end, so nothing is known of how the sides waited"
+        training = _share([(s["train"], s["data"]) for s in spent])
+        capture = _share([(line["busy_s"], line["waited_s"]) for line in captured])
+        text = f"rolling: capture waited {100 * capture:.0f} % of its time, training {100 * training:.0f} %"
+        split = self.workers[0].cfg.launch.rolling, self.points[0].cfg.launch.rolling
+        gpus = len(self.workers) * len(split[0].capture_gpus), len(self.points) * len(split[1].train_gpus)
+        threads = (
+            len(self.workers) * (split[0].capture_threads or 0),
+            len(self.points) * (split[1].train_threads or 0),
+        )
+        for noun, (mine, theirs) in (("gpus", gpus), ("threads", threads)):
+            if mine and theirs:
+                return f"{text}; {balanced(mine, theirs, capture, training, noun)}"
+        return text
+
+
+def balanced(capture: int, training: int, capture_waited: float, training_waited: float, noun: str) -> str:
+    """The split of the same total with which neither side would wait, if both grow with what they have. `*_waited`:
+    shares of time."""
+    work = capture * (1 - capture_waited), training * (1 - training_waited)
+    total = capture + training
+    wanted = min(total - 1, max(1, round(total * work[0] / max(sum(work), 1e-9))))
+    if wanted == capture:
+        return f"the split of {capture} to {training} {noun} is balanced"
+    keys = f"launch.rolling.capture_{noun}", f"launch.rolling.train_{noun}"
+    return (
+        f"of {total} {noun}, {wanted} for capture and {total - wanted} for training would balance ({', '.join(keys)})"
+    )
+
+
+def _share(times: Sequence[tuple[float, float]]) -> float:
+    """Of waiting in the whole; each item is (work, waiting) in seconds."""
+    waited = sum(w for _, w in times)
+    return waited / max(sum(b for b, _ in times) + waited, 1e-9)
+
+
+def _captured(log: Path, session: str) -> list[Mapping[str, Any]]:
+    lines = []
+    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
+    return [line for line in lines if line["session"] == session]

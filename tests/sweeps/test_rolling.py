@@ -1,0 +1,119 @@
+"""A study with a rolling store, as its user runs it: real rooms on a tiny target."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.coupled import balanced
+from launch.slurm import render
+from sweeps.points import plan
+from sweeps.study import coupled_batches
+from tests.capture.test_capture import write_chats
+from tests.sweeps.conftest import Bench
+
+ROOT = Path(__file__).parents[2]
+STUDY = (
+    "target.name=tiny", "corpus.sequences=32", "corpus.validation_sequences=4", "corpus.held_out_fraction=0.3",
+    "corpus.min_supervised=4", "corpus.near_duplicates=null", "corpus.max_length=128", "capture.shards=16",
+    "capture.batch_tokens=1024", "eval.tasks=[{name: held, source: held_out, prompts: 4, new_tokens: 8}]",
+    "eval.decode=false", "eval.decode_tasks=[]", "eval.bootstrap=20", "store.dtype=fp32", "store.row_group_mib=1",
+    "data.base_sequences=16", "data.window=6", "data.scale=1,2", "seed=0", "draft.steps=2", "draft.vocab_size=100",
+    "train.batch_tokens=160", "train.epochs=2", "store.mode=rolling", "launch.rolling.points_at_once=2",
+    "launch.rolling.capture_threads=1", "launch.rolling.train_threads=2",
+)  # fmt: skip
+
+
+def study(folder: Path, target: Path, *overrides: str, code: int = 0) -> str:
+    where = (f"paths.outputs={folder}/outputs", f"target.model={target}", f"corpus.path={folder}/chats.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "eagle3_train.cli", "study", *STUDY, *where, *overrides],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_points_share_the_passes_of_workers_that_run_beside_them(tmp_path: Path, tiny_target: Path) -> None:
+    write_chats(tmp_path / "chats.json", 100)
+    refused = study(tmp_path, tiny_target, "store.cap_gib=0.0001", code=2)
+    folder = tmp_path / "outputs" / "quickstart"
+    assert "store.cap_gib=0.0001 is too small for eagle3-x1-s0" in refused
+    assert not (folder / "store").exists()
+    out = study(tmp_path, tiny_target, "store.cap_gib=0.0008")
+    assert "passes 1 of 1: eagle3-x1-s0" in out
+    assert out.count("started again") == 0
+    assert "rolling: capture waited" in out
+    assert "of 3 threads" in out or "the split of 1 to 2 threads is balanced" in out
+    results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
+    assert sorted(r["data_scale"] for r in results) == [1, 2]
+    assert all(r["tau_replay"]["held"]["tau"] >= 1 for r in results)
+    lines = [json.loads(line) for line in (folder / "capture.jsonl").read_text().splitlines()]
+    captured = sum(line["store"] == "train" for line in lines)
+    assert 16 < captured <= 32  # at most one pass an epoch, for both; each alone: 16 and 32
+    assert not list((folder / "store").glob("shard-*"))
+
+
+ROLLS = ("study", "data.scale=1,2", "seed=0", "store.mode=rolling", "store.cap_gib=1", "data.window=8")
+
+
+def test_both_sides_run_at_once_and_one_that_is_killed_is_started_again(bench: Bench) -> None:
+    out = bench.run(
+        *ROLLS, "launch.rolling.points_at_once=2", "launch.rolling.workers=2", FAKE_SECONDS="2",
+        FAKE_ROLL_DIES=str(bench.folder / "died"),
+    )  # fmt: skip
+    assert sorted(bench.calls("roll")) == ["roll 0/2", "roll 0/2", "roll 1/2"]
+    assert "roll-0-" in out
+    assert "killed by SIGKILL (out of memory?); started again" in out
+    order = [line.split()[0] for line in bench.calls()]
+    assert order[:2] == ["prepare", "capture"]
+    assert max(order.index("train"), order.index("roll")) < order.index("trained")
+    assert order[-3:] == ["rolled", "rolled", "report"]
+
+
+def test_a_point_that_fails_is_expected_no_more_and_stops_nobody(bench: Bench) -> None:
+    out = bench.run(*ROLLS, "launch.rolling.points_at_once=2", code=1, FAKE_FAIL="x2-s0")
+    assert len(bench.calls("trained")) == 1
+    assert len(bench.calls("rolled")) == 1
+    assert "the loss is not finite" in out
+    assert not list((bench.study / "rolling").glob("*.json"))
+
+
+def test_groups_follow_each_other(bench: Bench) -> None:
+    bench.run(*ROLLS)
+    rooms = [line.split()[0] for line in bench.calls()]
+    assert sorted(rooms[2:6]) == sorted(rooms[6:10]) == ["roll", "rolled", "train", "trained"]
+
+
+def test_on_a_cluster_two_coupled_jobs_start_beside_each_other(tmp_path: Path) -> None:
+    planned = plan([*STUDY, "store.cap_gib=1", "launch=slurm", "launch.rolling.workers=3", f"paths.outputs={tmp_path}"])
+    workers, points = coupled_batches(planned, planned.points, {"capture": "afterok"})
+    assert (workers.name, points.name) == ("roll-0", "points-0")
+    assert workers.after == points.after == {"capture": "afterok"}
+    assert "--array=0-2%3" in render(workers)
+    assert "--part 2/3" in render(workers)
+    assert "--array=0-1%2" in render(points)
+    assert {job.cfg.launch.rolling.session for job in (*workers.jobs, *points.jobs)} == {
+        workers.jobs[0].cfg.launch.rolling.session
+    }
+    one_by_one = [*STUDY, "store.cap_gib=1", "launch=slurm", "launch.rolling.points_at_once=1"]
+    planned = plan([*one_by_one, f"paths.outputs={tmp_path}"])
+    *_, second = coupled_batches(planned, planned.points, {"capture": "afterok"})
+    assert second.after == {"capture": "afterok", "roll-0": "afterany", "points-0": "afterany"}
+
+
+@pytest.mark.parametrize(
+    ("waited", "words"),
+    [
+        ((0.5, 0.0), "of 8 threads, 2 for capture and 6 for training"),
+        ((0.0, 0.5), "of 8 threads, 4 for capture and 4 for training"),
+        ((0.1, 0.1), "the split of 3 to 5 threads is balanced"),
+    ],
+)
+def test_the_split_that_would_balance(waited: tuple[float, float], words: str) -> None:
+    assert words in balanced(3, 5, *waited, "threads")
