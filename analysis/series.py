@@ -16,6 +16,7 @@ DRAFT_NAMES = {
     "eagle1": "EAGLE-1",
     "medusa": "Medusa",
     "lm": "draft LM",
+    "hf": "ready draft LM",
     "mtp": "MTP",
     "block": "block drafter",
     "prompt_lookup": "prompt lookup",

@@ -48,7 +48,7 @@ class TargetConfig:
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
-    # sizes, as its config.json has them: for plans on a machine where the model is not; the model's own hold
+    # sizes, as its config.json has them, for plans on a machine where the model is not; with `model`: of that one alone
     shape: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,24 +133,43 @@ class StoreConfig:
 
 @dataclass
 class DataConfig:
-    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order."""
+    """How much of the store a point trains on: the first `scale * base_sequences` rows of its shuffled order, or as few
+    of them as hold `scale * base_tokens` tokens."""
 
-    scale: float = 1.0  # multiple of data.base_sequences
+    scale: float = 1.0  # multiple of data.base_sequences, or of data.base_tokens
     base_sequences: int = 32  # sequences at 1x
     # Sequences shuffled together: windows of so many neighbours, one after the other; null: all of a whole store
     window: int | None = None
+    base_tokens: int | None = None  # tokens at 1x; null: data.base_sequences counts
 
     @property
-    def sequences(self) -> int:
-        return round(self.scale * self.base_sequences)
+    def sequences(self) -> int | None:
+        """None where tokens are counted."""
+        return None if self.base_tokens is not None else round(self.scale * self.base_sequences)
+
+    @property
+    def tokens(self) -> int | None:
+        """None where sequences are counted."""
+        return None if self.base_tokens is None else round(self.scale * self.base_tokens)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What defines the data; `base_tokens` and `window` came later: points without them keep their names."""
+        base = "base_sequences" if self.base_tokens is None else "base_tokens"
+        window = {} if self.window is None else {"window": self.window}
+        return {"scale": self.scale, base: getattr(self, base), **window}
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens" if self.sequences is None else f"{self.sequences} sequences"
 
 
-HEADS = {"eagle3", "eagle1", "medusa", "lm", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
+HEADS = {"eagle3", "eagle1", "medusa", "lm", "hf", "mtp", "block", "prompt_lookup"}  # kinds of draft heads
 # Options of all heads that a kind has no use for.
 UNUSED_BY: dict[str, tuple[str, ...]] = {
     "eagle1": ("init_lm_head", "init_layer"),
     "medusa": ("init_lm_head", "init_layer"),
     "mtp": ("init_lm_head",),
+    "hf": ("init_lm_head", "init_layer", "vocab_size"),
     "prompt_lookup": ("init_lm_head", "init_layer", "vocab_size"),
 }
 
@@ -179,6 +198,13 @@ class LMConfig:
     """An independent draft model."""
 
     layers: int = 2
+
+
+@dataclass
+class HFConfig:
+    """A causal language model of transformers as the draft model."""
+
+    model: str | None = None  # folder or hub id; with the target's tokenizer
 
 
 @dataclass
@@ -230,6 +256,7 @@ class DraftConfig:
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
     lm: LMConfig = field(default_factory=LMConfig)
+    hf: HFConfig = field(default_factory=HFConfig)
     block: BlockConfig = field(default_factory=BlockConfig)
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
 
@@ -250,7 +277,8 @@ class DraftConfig:
 class ExportConfig:
     """A trained head as files that inference engines load."""
 
-    format: str = "speculators"  # speculators (vLLM) | eagle (SGLang, vLLM)
+    # auto: what vLLM reads of the head's kind; else, of EAGLE-3, speculators (vLLM) | eagle (SGLang, vLLM)
+    format: str = "auto"
     path: str | None = None  # the folder to write; null: <point>/export/<format>
     dtype: str = "auto"  # of the weights: fp32 | bf16 | fp16; auto: the target's own
     check: bool = False  # read it back bit by bit, and run it in the speculators library where that is installed
@@ -326,11 +354,13 @@ class TaskConfig:
 
 @dataclass
 class TreeConfig:
-    """EAGLE-2's dynamic draft tree."""
+    """EAGLE-2's dynamic draft tree, or with `choices` a static one, Medusa's."""
 
     depth: int = 5  # levels
     top_k: int = 4  # nodes expanded a level, and children each
     total: int = 16  # drafted tokens that are verified
+    # Static: every node as the ranks (0: the most likely) of the tokens on its path; the three above have no say then.
+    choices: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -477,8 +507,6 @@ class Config:
         capture = {k: getattr(self.capture, k) for k in ("compute_dtype", "layer_ids")}
         # Options that came after the first points count where they are set, so that those points keep their names.
         _drop_defaults(train, TrainConfig(), ("objective", "step_weights"))
-        data = asdict(self.data)
-        _drop_defaults(data, DataConfig(), ("window",))
         # What is read in a rolling store is what is read in a whole one, but for copies that are rounded.
         copies = {"later_epochs": "fp8"} if self.reads_copies else {}
         return {
@@ -486,7 +514,7 @@ class Config:
             "corpus": corpus,
             "capture": capture,
             "store_dtype": self.store.dtype,
-            "data": data | copies,
+            "data": self.data.identity | copies,
             "draft": self.draft.identity,
             "train": train,
             "optim": asdict(self.optim),
@@ -504,10 +532,11 @@ class Config:
 
     @property
     def reading(self) -> dict[str, int | None]:
-        """What decides when a point reads which rows: arguments of its `BatchPlan`, with the number of its rows."""
+        """What decides when a point reads which rows of a store: what `store.plan_of` takes."""
         steps = self.train.steps if self.train.regime == "steps" else None
         return {
             "rows": self.data.sequences,
+            "tokens": self.data.tokens,
             "seed": self.seed,
             "batch_tokens": self.train.batch_tokens,
             "epochs": self.train.epochs if self.train.regime == "epochs" else None,
@@ -546,6 +575,8 @@ class Config:
             _drop_defaults(task, TaskConfig(), SAMPLING)
         if self.eval.trees:
             identity["trees"] = [asdict(t) for t in self.eval.trees]
+            for tree in identity["trees"]:
+                _drop_defaults(tree, TreeConfig(), ("choices",))
         return identity | {"transcript_dtype": self.store.transcript_dtype}
 
     @property
@@ -610,7 +641,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.attention": ("auto", "merge", "flex", "reference"),
     "draft.eagle3.lm_head": ("trained", "frozen"),
     "serve.dtype": ("auto", "bf16", "fp16", "fp32"),
-    "export.format": ("speculators", "eagle"),
+    "export.format": ("auto", "speculators", "eagle", "medusa"),
     "export.dtype": ("auto", "bf16", "fp16", "fp32"),
     "train.regime": ("epochs", "steps", "none"),
     "train.oov": ("drop", "keep"),
@@ -676,6 +707,7 @@ POSITIVE_IF_SET = (
     "corpus.contamination_words",
     "regenerate.conversations",
     "regenerate.max_new_tokens",
+    "data.base_tokens",
     "train.steps",
     "train.micro_batch_tokens",
     "train.checkpoint_every",
@@ -713,6 +745,7 @@ AT_MOST: dict[str, float] = {
     "capture.shards": 99_999,  # five digits in their names
     "store.row_group_mib": 1024,  # Parquet's pages end at 2 GiB
     "data.base_sequences": 10**9,
+    "data.base_tokens": 10**14,
     "data.scale": 10**9,
     "draft.steps": 64,
     "draft.vocab_size": 2**24,
@@ -830,9 +863,9 @@ def check(cfg: Config) -> None:
         raise ValueError("capture.max_memory bounds what capture.device_map places: set capture.device_map=auto")
     if cfg.train.regime == "steps" and not cfg.train.steps:
         raise ValueError("train.regime=steps needs train.steps=N")
-    if cfg.data.sequences < 1:
+    if cfg.data.sequences == 0:
         raise ValueError(f"data.scale={cfg.data.scale} of data.base_sequences={cfg.data.base_sequences} is no sequence")
-    if cfg.corpus.sequences is not None and cfg.data.sequences > cfg.corpus.sequences:
+    if cfg.corpus.sequences is not None and (cfg.data.sequences or 0) > cfg.corpus.sequences:
         raise ValueError(
             f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, but corpus.sequences="
             f"{cfg.corpus.sequences}: raise corpus.sequences (and run prepare and capture again) or lower data.scale"
@@ -873,10 +906,18 @@ def check(cfg: Config) -> None:
     for tree in cfg.eval.trees:
         if min(tree.depth, tree.top_k, tree.total) < 1 or max(tree.depth, tree.top_k, tree.total) > 4096:
             raise ValueError(f"eval.trees: {asdict(tree)}: depth, top_k and total must be from 1 to 4,096")
+        for node in tree.choices:
+            if not node or min(node) < 0 or tree.choices.count(node) > 1 or node[:-1] not in ([], *tree.choices):
+                raise ValueError(
+                    f"eval.trees: node {node} of a static tree: ranks from 0, each node once, its parent {node[:-1]} "
+                    "a node too"
+                )
     for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.draft.kind == "hf" and cfg.draft.hf.model is None:
+        raise ValueError("draft=hf needs the draft model: draft.hf.model=FOLDER-OR-HUB-ID")
     for option in ("recompute", "compile"):
         if getattr(cfg.draft, option) and cfg.draft.kind != "eagle3":
             raise ValueError(f"draft.{option} is of EAGLE-3 heads alone, and draft.kind is {cfg.draft.kind}")

@@ -223,24 +223,27 @@ def _measure(cfg: Config, head: Draft) -> None:
 
 
 def export(call: Call) -> int:
-    cfg = call.config()
-    _export(cfg, Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / cfg.export.format)
+    _export(call.config())
     return 0
 
 
-def _export(cfg: Config, folder: Path) -> None:
+def _export(cfg: Config) -> Path:
+    """The folder of the exported head."""
     from eagle3_train.device import DTYPES
-    from eagle3_train.export import check_export, export_head
+    from eagle3_train.export import check_export, export_head, format_of
     from eagle3_train.files import read_json
     from eagle3_train.train import head_source
 
     source = head_source(cfg)
+    format = format_of(source.head, cfg.export.format)
+    folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / format
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
     results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
-    export_head(source, folder, cfg.export.format, dtype, read_json(results[0]) if results else None)
-    say(f"{folder}: {cfg.point_name} as {cfg.export.format}, {str(dtype).removeprefix('torch.')}")
+    export_head(source, folder, format, dtype, read_json(results[0]) if results else None)
+    say(f"{folder}: {cfg.point_name} as {format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)
+    return folder
 
 
 def serve_bench(call: Call) -> int:
@@ -249,10 +252,12 @@ def serve_bench(call: Call) -> int:
     from eagle3_train.target import load_tokenizer, prepare_target, stop_ids
 
     folder = prepare_target(cfg.target, cfg.paths.target)
-    head = Path(cfg.serve.head).expanduser() if cfg.serve.head else cfg.point_dir / "export" / "speculators"
-    if cfg.serve.url is None and cfg.serve.head is None:
-        cfg.export.format = "speculators"
-        _export(cfg, head)
+    if cfg.serve.head is not None:
+        head = Path(cfg.serve.head).expanduser()
+    elif cfg.serve.url is None:
+        head = _export(cfg)
+    else:
+        head = cfg.point_dir  # in the record: the servers that run have some head of theirs
     tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
     steps = cfg.serve.steps or cfg.draft.steps
     serve.serve_bench(cfg, folder, head, steps, stop_ids(folder, tokenizer), lambda: _explainer(cfg, folder))
@@ -283,6 +288,11 @@ def study(call: Call) -> int:
 
     if call.words[:1] == ["power"]:
         return _power(call)
+    if call.words == ["tune"]:
+        from sweeps.tune import tune
+
+        tune(call.overrides)
+        return 0
     if call.words:
         return commands.run(call.words, call.overrides, STEPS["study"].commands)
     from sweeps.study import run_study
@@ -354,7 +364,8 @@ def _rank() -> int:
 # Keys that several steps explain.
 LAUNCH = ("launch.kind", "launch.nodes", "launch.nproc_per_node")
 TRAINING = (
-    "data.scale", "data.base_sequences", "seed", "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
+    "data.scale", "data.base_sequences", "data.base_tokens", "seed",
+    "draft.kind", "draft.steps", "draft.vocab_size", "draft.init_layer",
     "train.regime", "train.epochs", "train.steps", "train.batch_tokens", "train.micro_batch_tokens", "train.padding",
     "train.oov", "train.compute_dtype", "train.checkpoint_every", "train.keep_last", "train.keep_best",
     "train.eval_every", "train.max_hours", "train.nonfinite", "train.log_every", "optim.lr", "optim.warmup_fraction",
@@ -460,7 +471,7 @@ STEPS: dict[str, Step] = {
     ),
     "train": Step(
         train,
-        "one draft head on the first data.scale * data.base_sequences sequences of the store",
+        "one draft head on a prefix of the store: data.scale * data.base_sequences sequences, or * data.base_tokens",
         "what `capture` wrote",
         "<study>/<point>/: config.yaml, metrics.jsonl, checkpoints/, train.json",
         (*TRAINING, *LAUNCH),
@@ -537,6 +548,7 @@ STEPS: dict[str, Step] = {
             "paths.outputs",
             "data.scale",
             "data.base_sequences",
+            "data.base_tokens",
             "seed",
             "tracker.kinds",
             *LAUNCH,
@@ -554,6 +566,7 @@ STEPS: dict[str, Step] = {
             "logs JOB": "the end of a job's log; the beginning of its name will do",
             "retry [JOB...]": "run the named jobs again, or all that failed or were stopped",
             "cancel": "end what runs, on whatever machine",
+            "tune": "the learning rate: several optim.lr at the smallest scale, and whether the choice transfers",
             "power [PILOT]": "the smallest gain that this design would find; noise as in the study PILOT, or assumed",
         },
         takes_words=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import mmap
 import os
@@ -186,6 +187,8 @@ def load_target(
     """
     from transformers import AutoModelForCausalLM
 
+    from eagle3_train.device import thin_products
+
     placed: dict[str, Any] = {}
     if device_map is not None:
         placed = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
@@ -195,7 +198,13 @@ def load_target(
         )
     if device_map is None:
         model.to(device)  # type: ignore[arg-type]
+        thin_products(model.get_output_embeddings())
     return model.eval().requires_grad_(False)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the argument of a model's forward that takes its KV cache: transformers is renaming it."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def load_tokenizer(

@@ -31,6 +31,7 @@ class Shape:
     queries: int  # width of all query heads together
     keys: int  # width of all key heads together
     vocab: int
+    head_dim: int
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
@@ -40,7 +41,7 @@ class Shape:
         width = config.get("head_dim") or hidden // heads
         keys = (config.get("num_key_value_heads") or heads) * width
         intermediate, layers = config["intermediate_size"], config["num_hidden_layers"]
-        return cls(hidden, intermediate, layers, heads * width, keys, config["vocab_size"])
+        return cls(hidden, intermediate, layers, heads * width, keys, config["vocab_size"], width)
 
     @property
     def parameters(self) -> int:
@@ -64,6 +65,12 @@ class Data:
         share = sequences / self.sequences
         return replace(self, sequences=sequences, tokens=self.tokens * share, supervised=self.supervised * share)
 
+    def of(self, point: Config) -> Data:
+        """Those that a point trains on."""
+        if (wanted := point.data.tokens) is not None:
+            return self.first(math.ceil(self.sequences * wanted / self.tokens))
+        return self.first(point.data.sequences or 0)
+
     @property
     def sure(self) -> str:
         """What to say before a number that follows from it."""
@@ -75,15 +82,18 @@ def shape_of(cfg: Config) -> Shape | None:
     for folder in (cfg.paths.target, inside(cfg.paths.store, "target"), cfg.target.model):
         if is_file(path := inside(folder, "config.json")):
             return Shape.of(read_json(path))
+    given = cfg.target.shape
+    if not given or given.get("model", cfg.target.model) != cfg.target.model:
+        return None
     try:
-        return Shape.of(cfg.target.shape) if cfg.target.shape else None
+        return Shape.of(given)
     except KeyError as e:
         raise ValueError(f"target.shape has no {e}: give the sizes as the model's config.json has them") from e
 
 
-def data_of(cfg: Config, largest: int) -> Data:
-    """The training corpus: as it was captured or prepared, or as `plan` assumes, or at most `largest` sequences of the
-    greatest length."""
+def data_of(cfg: Config) -> Data:
+    """The training corpus: as it was captured or prepared, or as `plan` assumes, or sequences of the greatest length;
+    where neither says how many there are, as many as the point `cfg` needs."""
     store, corpus = inside(cfg.paths.store, "manifest.json"), inside(cfg.paths.corpus, "report.json")
     if is_file(store):
         found = read_json(store)
@@ -91,9 +101,10 @@ def data_of(cfg: Config, largest: int) -> Data:
     if is_file(corpus):
         found = read_json(corpus)["parts"]["train"]
         return Data(found["sequences"], found["tokens"], found["supervised_tokens"], exact=True)
-    sequences = cfg.corpus.sequences or largest
     mean, longest = cfg.plan.tokens_per_sequence, cfg.corpus.max_length
-    tokens = float(sequences * (longest if mean is None else min(mean, longest)))
+    length = longest if mean is None else min(mean, longest)
+    sequences = cfg.corpus.sequences or cfg.data.sequences or math.ceil((cfg.data.tokens or 0) / length)
+    tokens = float(sequences * length)
     return Data(sequences, tokens, tokens * cfg.plan.supervised_share, exact=False, assumed=mean is not None)
 
 
@@ -142,7 +153,7 @@ def captured_tokens(points: Sequence[Config], data: Data, later_epochs: str) -> 
     total = 0.0
     for start in range(0, len(reading), at_once):
         group = reading[start : start + at_once]
-        needs = [(data.first(cfg.data.sequences).tokens, epochs(cfg, data.first(cfg.data.sequences))) for cfg in group]
+        needs = [(part.tokens, epochs(cfg, part)) for cfg in group for part in [data.of(cfg)]]
         passes = math.ceil(max(n for _, n in needs)) if later_epochs == "recapture" else 1
         total += sum(max(tokens * min(1.0, max(0.0, n - i)) for tokens, n in needs) for i in range(passes))
     return total

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eagle3_train.config import Config
 from eagle3_train.console import duration, size
-from eagle3_train.files import read_json, read_object
+from eagle3_train.files import inside, is_file, read_json, read_object
 from launch import Job
 from sweeps import cost
 from sweeps.points import Point, Study
@@ -25,13 +25,32 @@ def describe(study: Study) -> str:
         mark = "done" if is_done else "to do"
         decode = ", decoded too" if point.cfg.eval.decode and point.cfg.eval.decode_tasks else ""
         lines.append(
-            f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data.sequences} sequences, "
-            f"{_length(point.cfg)}{decode})"
+            f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data}, {_length(point.cfg)}{decode})"
         )
     lines += [f"  {item} matches no point" for item in study.unmatched]
     if cfg.eval.decode and cfg.eval.decode_tasks and not any(p.cfg.eval.decode for p in study.points):
         lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
+    if missing := missing_data(study):
+        lines.append(f"  {missing}")
     return "\n".join([*lines, _data(study)])
+
+
+def missing_data(study: Study) -> str:
+    """What the largest point needs beyond the store; "" where that is enough, or not captured yet."""
+    cfg, largest = study.cfg, study.largest.cfg
+    if not is_file(inside(cfg.paths.store, "manifest.json")):
+        return ""
+    held = cost.data_of(cfg)
+    needed = held.of(largest)
+    if (more := needed.sequences - held.sequences) <= 0:
+        return ""
+    missing, shape = held.first(more), cost.shape_of(cfg)
+    disk = f", {size(cost.store_bytes(cfg, shape, missing))}" if shape else ""
+    return (
+        f"{largest.data.scale:g}x needs {largest.data}, the store {cfg.paths.store} holds {held.sequences}: "
+        f"{more} more sequences to capture, about {missing.tokens:,.0f} tokens{disk} "
+        f"(corpus.sequences={needed.sequences}, and another study.name or paths.store; or remove the store)"
+    )
 
 
 def _length(cfg: Config) -> str:
@@ -42,14 +61,14 @@ def _length(cfg: Config) -> str:
 def _data(study: Study) -> str:
     """What the study takes: data, disk, FLOPs, hours and traffic, as far as each is known."""
     cfg, points = study.cfg, [p.cfg for p in study.points]
-    data, shape = cost.data_of(cfg, study.largest.cfg.data.sequences), cost.shape_of(cfg)
+    data, shape = cost.data_of(study.largest.cfg), cost.shape_of(cfg)
     sure = data.sure
     text = f"  data: {data.sequences:,} sequences, {sure}{data.tokens:,.0f} tokens"
     if data.exact or data.assumed:
         text += f", {sure}{data.supervised:,.0f} of them supervised"
     if shape is None:
         return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
-    flops = sum(cost.training_flops(p, shape, data.first(p.data.sequences)) for p in points)
+    flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
     speed = Speed.of(cfg, (p.dir for p in study.points))
     tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
     capture, tflops = cost.capture_flops(shape, tokens), cfg.plan.capture_tflops
@@ -74,7 +93,7 @@ def _data(study: Study) -> str:
 
 def _traffic(cfg: Config, shape: cost.Shape, data: cost.Data, speed: Speed) -> list[str]:
     """What training needs of a node's disk, network and memory, at its speed: the largest point."""
-    data = data.first(cfg.data.sequences)
+    data = data.of(cfg)
     processes = cfg.launch.nodes * cfg.launch.nproc_per_node
     tokens_per_s = cost.epochs(cfg, data) * data.tokens / (cost.training_flops(cfg, shape, data) / speed.flops_per_s)
     read = tokens_per_s / cfg.launch.nodes * cost.token_bytes(cfg, shape)
@@ -107,7 +126,7 @@ def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Da
 def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
     """One point before it is trained: steps, tokens, FLOPs, memory and time, as far as known. `parameters`: of its head
     by part, where the store that it is built from is there."""
-    data, shape = cost.data_of(cfg, cfg.data.sequences).first(cfg.data.sequences), cost.shape_of(cfg)
+    data, shape = cost.data_of(cfg).of(cfg), cost.shape_of(cfg)
     about = data.sure or "about "
     steps, consumed = cost.optimizer_steps(cfg, data), cost.epochs(cfg, data) * data.tokens
     lines = [
@@ -196,6 +215,6 @@ class TimeLeft:
 
 
 def work(cfg: Config) -> float:
-    """Training work of a point in sequences, or in steps where these are fixed; K steps of the head each."""
-    units = cfg.train.steps if cfg.train.regime != "epochs" else cfg.data.sequences * cfg.train.epochs
+    """Training work of a point: multiples of the data at 1x, or steps where these are fixed; K of the head each."""
+    units = cfg.train.steps if cfg.train.regime != "epochs" else cfg.data.scale * cfg.train.epochs
     return float(units or 0) * cfg.draft.steps

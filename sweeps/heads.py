@@ -9,8 +9,8 @@ from typing import Protocol
 from eagle3_train.config import DraftConfig
 
 
-class TargetShape(Protocol):
-    """Sizes of the target (`cost.Shape`)."""
+class LayerShape(Protocol):
+    """Sizes of a decoder layer."""
 
     @property
     def hidden(self) -> int: ...
@@ -20,6 +20,13 @@ class TargetShape(Protocol):
     def queries(self) -> int: ...
     @property
     def keys(self) -> int: ...
+
+
+class TargetShape(LayerShape, Protocol):
+    """Sizes of the target (`cost.Shape`)."""
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -39,23 +46,50 @@ def head_cost(draft: DraftConfig, shape: TargetShape, n_inputs: int) -> HeadCost
     return COSTS[draft.kind](draft, shape, n_inputs)
 
 
-def _layer(s: TargetShape, width: int) -> tuple[float, float]:
+def _layer(s: LayerShape, width: int) -> tuple[float, float]:
     """(keys and values, all else) of a decoder layer whose q, k and v read `width` numbers."""
     return 2 * width * s.keys, width * s.queries + s.queries * s.hidden + 3 * s.hidden * s.intermediate
 
 
+@dataclass(frozen=True)
+class _Width:
+    """Sizes of a layer."""
+
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+
+
+def _width(d: DraftConfig, s: TargetShape) -> _Width:
+    """Of an EAGLE-3 head: the target's, or as its options say (`drafts.layer.Dims.resized`)."""
+    width, heads = d.eagle3.hidden_size or s.hidden, s.keys // s.head_dim
+    if width != s.hidden:
+        n = width // s.head_dim
+        heads = max(k for k in range(1, min(heads, n) + 1) if n % k == 0)
+    queries = s.queries if width == s.hidden else width
+    intermediate = d.eagle3.intermediate_size or round(s.intermediate * width / s.hidden)
+    return _Width(width, intermediate, queries, heads * s.head_dim)
+
+
 def _eagle3(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
-    """At the target's width. The first layer reads [embedding; hidden]: the embedding's half of q, k and v is computed
-    once a token; nothing below `fc` is trained, so it has no gradient of its input: 4 FLOPs a weight, not 6."""
-    h, steps, layers = s.hidden, d.steps, d.eagle3.layers
-    kv, rest = _layer(s, 2 * h)
-    upper_kv, upper = _layer(s, h)
+    """The first layer reads [embedding; hidden]: the embedding's half of q, k and v is computed once a token; nothing
+    below `fc` is trained, so it has no gradient of its input: 4 FLOPs a weight, not 6."""
+    own = _width(d, s)
+    h, steps, layers = own.hidden, d.steps, d.eagle3.layers
+    resized = h != s.hidden
+    kv, rest = _layer(own, 2 * h)
+    upper_kv, upper = _layer(own, h)
     above = (layers - 1) * (upper_kv + upper)
-    half_q = h * s.queries
-    head, fuse = d.vocab_size * h, n * h * h
-    row = half_q + steps * (rest - half_q + head) + (steps - 1) * (kv / 2 + above)
+    half_q = h * own.queries
+    through = h * s.hidden if resized and d.init_lm_head == "target" else 0  # to the width of the target's rows
+    head, fuse = d.vocab_size * (s.hidden if through else h), (n + resized) * s.hidden * h
+    trained, frozen = (head, 0) if d.eagle3.lm_head == "trained" else (0, head)
+    row = half_q + steps * (rest - half_q + trained + through) + (steps - 1) * (kv / 2 + above)
     token = kv + above + fuse * 4 / 6  # layers below the last run over all tokens at step 0
-    return HeadCost(fuse + kv + rest + above + head, token=token, row=row, passes=steps * layers)
+    passes = steps * layers * own.queries / s.queries
+    parameters = fuse + kv + rest + above + trained + through
+    return HeadCost(parameters, token=token, row=row, frozen=steps * frozen, passes=passes)
 
 
 def _eagle1(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
@@ -91,7 +125,7 @@ def _block(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
     return HeadCost(enter + kv + rest + head + markov, token=enter + kv, row=row, passes=d.steps)
 
 
-def _prompt_lookup(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
+def _nothing(d: DraftConfig, s: TargetShape, n: int) -> HeadCost:
     return HeadCost(0)
 
 
@@ -102,5 +136,6 @@ COSTS: dict[str, Callable[[DraftConfig, TargetShape, int], HeadCost]] = {
     "lm": _lm,
     "mtp": _mtp,
     "block": _block,
-    "prompt_lookup": _prompt_lookup,
+    "hf": _nothing,
+    "prompt_lookup": _nothing,
 }

@@ -46,7 +46,7 @@ class Study:
     @property
     def largest(self) -> Point:
         """The point that needs the most data."""
-        return max(self.points, key=lambda p: p.cfg.data.sequences)
+        return max(self.points, key=lambda p: p.cfg.data.tokens or p.cfg.data.sequences or 0)
 
 
 def plan(overrides: Sequence[str]) -> Study:

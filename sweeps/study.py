@@ -20,7 +20,7 @@ from eagle3_train.files import write_json
 from launch import Coupled, Job, Outcome, make_session, run, slurm, write_session
 from launch.jobs import SHARED, detach, is_measured
 from launch.lock import Lock, holder_of
-from sweeps.estimate import TimeLeft, describe
+from sweeps.estimate import TimeLeft, describe, missing_data
 from sweeps.points import Point, Study, plan
 
 ALL = "all"  # the session of the steps that points share
@@ -61,6 +61,8 @@ def run_study(
         )
     for point in study.points:
         verify(point.cfg)
+    if not study.cfg.dry_run and (missing := missing_data(study)):
+        raise ValueError(f"study {study.cfg.study.name!r}: {missing}")
     say(describe(study))
     report = Report(study)
     changed = [step for step in SHARED if Job(step, study.cfg).has_changed()]

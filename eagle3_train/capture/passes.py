@@ -13,12 +13,13 @@ from eagle3_train.corpus import read_counts
 from eagle3_train.device import resolve_device
 from eagle3_train.files import read_json
 from eagle3_train.store import (
-    BatchPlan,
     Course,
     Rolling,
     Stream,
     check_spec,
     is_rolling,
+    plan_of,
+    rows_of,
     shard_number,
     write_rolling,
 )
@@ -80,9 +81,7 @@ def make_stream(cfg: Config, rolling: Rolling, lengths: np.ndarray, runs: Mappin
     """What `runs` need of the store, pass by pass. `lengths`: tokens of all its rows."""
     courses = {}
     for name, reading in runs.items():
-        arguments = dict(reading)
-        rows = lengths[: arguments.pop("rows")]
-        courses[name] = Course(BatchPlan(rows, rolling.fingerprint, **arguments), len(lengths), rolling.spec.n_shards)
+        courses[name] = Course(plan_of(lengths, rolling.fingerprint, reading), len(lengths), rolling.spec.n_shards)
     kept = np.array(rolling.kept_bytes) if cfg.reads_copies else None
     return Stream(courses, np.array(rolling.shard_bytes), kept)
 
@@ -91,7 +90,8 @@ def check_room(cfg: Config, rolling: Rolling, lengths: np.ndarray, runs: Mapping
     """ValueError where the runs together need more than the cap, with the ways out; before any work."""
     cap = cap_bytes(cfg)
     for name, reading in runs.items():
-        window = np.add.reduceat(lengths[: reading["rows"]], np.arange(0, reading["rows"], reading["window"] or 2**62))
+        rows = rows_of(lengths, reading)
+        window = np.add.reduceat(lengths[:rows], np.arange(0, rows, reading["window"] or 2**62))
         if reading["window"] and len(window) > 1 and window[:-1].min() < reading["batch_tokens"]:
             raise ValueError(
                 f"data.window={reading['window']}: {name} reads windows of {window[:-1].min():,} tokens in batches of "

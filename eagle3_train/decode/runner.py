@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle3_train.decode.cache import RollbackCache, check_rollback
+from eagle3_train.target import cache_argument
 
 
 class Output(NamedTuple):
@@ -41,8 +42,7 @@ class TargetRunner:
         self.cache = RollbackCache(text_config.num_hidden_layers)
         self._entries = _layer_entries(model, layer_ids)
         accepted = inspect.signature(type(model).forward).parameters
-        # transformers renamed the argument; both names of it are served.
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @property

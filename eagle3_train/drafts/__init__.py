@@ -10,6 +10,7 @@ from eagle3_train.drafts.batch import DraftBatch, supervised_counts
 from eagle3_train.drafts.block import Block
 from eagle3_train.drafts.eagle1 import Eagle1
 from eagle3_train.drafts.eagle3 import Eagle3
+from eagle3_train.drafts.hf import HFDraft
 from eagle3_train.drafts.lm import DraftLM
 from eagle3_train.drafts.medusa import Medusa
 from eagle3_train.drafts.mtp import MTP
@@ -21,6 +22,7 @@ HEADS: dict[str, Callable[[DraftConfig, TargetPart, DraftVocab, int], Draft]] = 
     "eagle1": Eagle1,
     "medusa": Medusa,
     "lm": DraftLM,
+    "hf": HFDraft,
     "mtp": MTP,
     "block": Block,
     "prompt_lookup": PromptLookup,
@@ -29,7 +31,9 @@ HEADS: dict[str, Callable[[DraftConfig, TargetPart, DraftVocab, int], Draft]] = 
 
 def build(cfg: DraftConfig, target: TargetPart, vocab: DraftVocab, n_inputs: int) -> Draft:
     """A new draft head of `cfg.kind` for a target; `n_inputs` is the number of the target's states that it takes in."""
-    return HEADS[cfg.kind](cfg, target, vocab, n_inputs)
+    head = HEADS[cfg.kind](cfg, target, vocab, n_inputs)
+    head.kind = cfg.kind
+    return head
 
 
 __all__ = [
@@ -43,6 +47,7 @@ __all__ = [
     "DraftVocab",
     "Eagle1",
     "Eagle3",
+    "HFDraft",
     "Medusa",
     "PromptLookup",
     "StepLoss",

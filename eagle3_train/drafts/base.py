@@ -79,6 +79,7 @@ class DraftState:
 class Draft(nn.Module):
     """A draft head: parameters, the training forward, teacher-forced prediction, and drafting steps for decoding."""
 
+    kind: str  # its name in `drafts.HEADS`
     steps: int  # K
     n_layers: int  # states of the target that a batch carries (inputs and the final one)
     reads: slice = slice(0, -1)  # which of these `observe` takes: all but the final one
@@ -98,7 +99,7 @@ class Draft(nn.Module):
     @property
     def is_trained(self) -> bool:
         """Whether the head has anything to train."""
-        return any(True for _ in self.parameters())
+        return any(p.requires_grad for p in self.parameters())
 
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:

@@ -177,6 +177,14 @@ def plan_rows(segments: list[Segment], steps: int, device: torch.device) -> list
     return plan
 
 
+def every_token(batch: DraftBatch) -> StepRows:
+    """All tokens as rows of step 0, in the order of the batch."""
+    starts = torch.tensor(batch.starts, device=batch.input_ids.device)
+    anchors = torch.arange(batch.n_tokens, device=starts.device)
+    positions = anchors - starts[:-1].repeat_interleave(starts.diff())
+    return StepRows(anchors, positions, None, [(a, a, b - a) for a, b in pairwise(batch.starts)])
+
+
 def supervised_counts(
     loss_mask: np.ndarray, starts: list[int], steps: int, kept: np.ndarray | None = None
 ) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import DraftState
-from eagle3_train.drafts.batch import DraftBatch, StepRows
+from eagle3_train.drafts.batch import DraftBatch, StepRows, every_token
 from eagle3_train.drafts.layer import MLP, Attention, Dims, RMSNorm, Rotary
 
 
@@ -52,15 +52,16 @@ class Unrolled:
     def __init__(self, rotary: Rotary, kind: str, batch: DraftBatch, k0: Tensor, v0: Tensor) -> None:
         self.rotary, self.kind, self.v0 = rotary, kind, v0
         self.longest = max(b - a for a, b in pairwise(batch.starts))  # of the documents
-        self.k0 = rotary.rotate(k0, document_positions(batch), self.longest)
+        self.k0 = rotary.rotate(k0, every_token(batch).positions, self.longest)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def extend(self, i: int, rows: StepRows, k: Tensor, v: Tensor) -> None:
         """Keys and values [R, n_kv, d] of step i, not rotated; rows that ended leave the chains."""
         k = self.rotary.rotate(k, rows.positions + i, self.longest)
-        self._keys = [*(c[rows.keep] for c in self._keys), k]
-        self._values = [*(c[rows.keep] for c in self._values), v]
+        assert rows.keep is not None
+        self._keys = [*(c.index_select(0, rows.keep) for c in self._keys), k]
+        self._values = [*(c.index_select(0, rows.keep) for c in self._values), v]
 
     def attend(self, i: int, rows: StepRows, q: Tensor) -> Tensor:
         """q [R, n_heads, d], not rotated; returns the same shape."""
@@ -71,21 +72,15 @@ class Unrolled:
         return attend(q, self.k0, self.v0, ck, cv, rows.segments, self.kind)
 
 
-def document_positions(batch: DraftBatch) -> Tensor:
-    """[N] int64: position of each token in its document."""
-    starts = torch.tensor(batch.starts, device=batch.input_ids.device)
-    return torch.arange(batch.n_tokens, device=starts.device) - starts[:-1].repeat_interleave(starts.diff())
-
-
 def causal_layer(layer: DecoderLayer, rotary: Rotary, kind: str, batch: DraftBatch, x: Tensor) -> Tensor:
     """A layer over all N rows of a batch, each document for itself. x and the result [N, H], un-normed."""
-    documents = [(start, start, stop - start) for start, stop in pairwise(batch.starts)]
-    positions, longest = document_positions(batch), max(n for _, _, n in documents)
+    rows = every_token(batch)
+    longest = max(n for _, _, n in rows.segments)
     inner = layer.input_layernorm(x)
     k, v = layer.self_attn.key_value(inner)
-    q, k = (rotary.rotate(t, positions, longest) for t in (layer.self_attn.query(inner), k))
+    q, k = (rotary.rotate(t, rows.positions, longest) for t in (layer.self_attn.query(inner), k))
     none = k.new_zeros(0, *k.shape)
-    return layer.finish(x, attend(q, k, v, none, none, documents, kind))
+    return layer.finish(x, attend(q, k, v, none, none, rows.segments, kind))
 
 
 def causal_pairs(batch: DraftBatch) -> float:

@@ -9,7 +9,6 @@ default), D draft vocabulary, d head dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -18,34 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import DraftState, StepLoss, TargetPart
-from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
+from eagle3_train.drafts.batch import DraftBatch, StepRows, every_token, find_segments, plan_rows
+from eagle3_train.drafts.decoder import Unrolled
 from eagle3_train.drafts.layer import Dims, Layer, RMSNorm, Rotary, rope_inverse_frequencies
 from eagle3_train.drafts.on_target import TargetHead
 from eagle3_train.drafts.vocab import DraftVocab
-
-
-@dataclass
-class _Memory:
-    """Keys and values of one layer while a batch is unrolled: step 0's of all tokens, and each row's own chain."""
-
-    k0: Tensor  # [N, n_kv, d], rotated
-    v0: Tensor
-    keys: list[Tensor] = field(default_factory=list)  # [R, n_kv, d] a step
-    values: list[Tensor] = field(default_factory=list)
-
-    def extend(self, keep: Tensor, k: Tensor, v: Tensor) -> None:
-        """Another step; rows that ended leave the chains."""
-        self.keys = [*(c.index_select(0, keep) for c in self.keys), k]
-        self.values = [*(c.index_select(0, keep) for c in self.values), v]
-
-    def chain(self, rows: int) -> tuple[Tensor, Tensor]:
-        """[C, R, n_kv, d] each."""
-        if not self.keys:
-            empty = self.k0.new_zeros(0, rows, *self.k0.shape[1:])
-            return empty, empty
-        return torch.stack(self.keys), torch.stack(self.values)
 
 
 class Eagle3(TargetHead):
@@ -55,7 +32,6 @@ class Eagle3(TargetHead):
         super().__init__(cfg, target, vocab, n_inputs)
         self.attention = cfg.attention
         self.recompute, self.compiled = cfg.recompute, cfg.compile
-        self.layer_config = target.config  # what the layer is built like: sizes and rotary embedding
         whole = Dims.of_target(target.config)
         options = cfg.eagle3
         self.dims = dims = whole.resized(options.hidden_size, options.intermediate_size)
@@ -156,8 +132,7 @@ class Eagle3(TargetHead):
         """
         device = batch.input_ids.device
         plan = plan_rows(find_segments(batch.loss_mask, batch.starts), self.steps, device)
-        all_tokens = _every_token(batch)
-        longest = max(b - a for a, b in pairwise(batch.starts))  # of the documents
+        all_tokens = every_token(batch)
         # Position t carries the embedding of x_{t+1}. A document's last one borrows its neighbour's: no anchor sees it.
         embedded = self._embed(batch.input_ids.roll(-1), batch.hidden.dtype)
         hidden = self._fuse(batch.hidden[:, :-1])
@@ -171,7 +146,7 @@ class Eagle3(TargetHead):
         q_index = plan[0].anchors if len(self.layers) > 1 else torch.arange(len(plan[0]), device=device)
 
         index = torch.arange(len(plan[0]), device=device)
-        memories: list[_Memory] = []
+        memories: list[Unrolled] = []  # of each layer
         for i, rows in enumerate(plan):
             now = rows if i else all_tokens
             if rows.keep is not None:
@@ -185,12 +160,10 @@ class Eagle3(TargetHead):
                     k, v = first.split(torch.addmm(known, normed, kv_hidden.T)).chunk(2, -2)
                 else:
                     k, v = layer.self_attn.key_value(normed)
-                k = self.rotary.rotate(k, now.positions + i, longest)
                 if i:
-                    assert rows.keep is not None
-                    memories[number].extend(rows.keep, k, v)
+                    memories[number].extend(i, rows, k, v)
                 else:
-                    memories.append(_Memory(k, v))
+                    memories.append(Unrolled(self.rotary, self.attention, batch, k, v))
                     if number == len(self.layers) - 1:  # from here on only anchors matter
                         now = rows
                         hidden, normed = hidden.index_select(0, rows.anchors), normed.index_select(0, rows.anchors)
@@ -199,10 +172,7 @@ class Eagle3(TargetHead):
                     q = first.split(torch.addmm(known, normed, q_hidden.T))
                 else:
                     q = layer.self_attn.query(normed)
-                q = self.rotary.rotate(q, now.positions + i, longest)
-                memory = memories[number]
-                attended = attend(q, memory.k0, memory.v0, *memory.chain(len(q)), now.segments, self.attention)
-                hidden = self._finish(layer, hidden, normed, attended)
+                hidden = self._finish(layer, hidden, normed, memories[number].attend(i, now, q))
             hidden = self._output(hidden)
             yield i, rows, hidden, index + i
 
@@ -338,11 +308,3 @@ class Eagle3(TargetHead):
         trained += pairs * 2 * d.n_heads * d.head_dim
         head = sum(rows) * self.lm_head.weight.numel() * (6 if self.lm_head.weight.requires_grad else 4)
         return 6.0 * trained + (6.0 if passed_down else 4.0) * bottom + head + 2.0 * rows[0] * self.target_rows.numel()
-
-
-def _every_token(batch: DraftBatch) -> StepRows:
-    """All tokens as rows of step 0, in the order of the batch."""
-    starts = torch.tensor(batch.starts, device=batch.input_ids.device)
-    anchors = torch.arange(batch.n_tokens, device=starts.device)
-    positions = anchors - starts[:-1].repeat_interleave(starts.diff())
-    return StepRows(anchors, positions, None, [(a, a, b - a) for a, b in pairwise(batch.starts)])

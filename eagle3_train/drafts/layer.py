@@ -74,27 +74,29 @@ def rope_inverse_frequencies(config: dict[str, Any], head_dim: int) -> Tensor:
 
 
 class Rotary:
-    """Cosines and sines by position, [positions, d/2] fp64, grown on demand and kept a copy a device.
+    """Cosines and sines by position, [positions, d/2], grown on demand and kept a copy a device and dtype.
 
-    No buffer of the module: a head cast to bf16 must not cast its angles (position 1000 has no bf16 neighbour 1001).
+    No buffer of the module, and computed in fp64: a head cast to bf16 must not cast its angles (position 1000 has no
+    bf16 neighbour 1001).
     """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         self.inverse_frequencies = inverse_frequencies.double()
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def rotate(self, x: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Half-split rotary embedding. x [R, heads, d]; positions [R] int64, all below `longest`."""
-        cos, sin = (table[positions][:, None].to(x.dtype) for table in self._table(x.device, longest))
+        cos, sin = (table[positions][:, None] for table in self._table(x, longest))
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-    def _table(self, device: torch.device, longest: int) -> tuple[Tensor, Tensor]:
-        table = self._tables.get(device)
+    def _table(self, like: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        table = self._tables.get((like.device, like.dtype))
         if table is None or len(table[0]) < longest:
             size = 1 << max(longest - 1, 1023).bit_length()
             angles = torch.arange(size)[:, None] * self.inverse_frequencies
-            table = self._tables[device] = (angles.cos().to(device), angles.sin().to(device))
+            table = (angles.cos().to(like), angles.sin().to(like))
+            self._tables[like.device, like.dtype] = table
         return table
 
 

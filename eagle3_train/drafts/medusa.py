@@ -8,7 +8,8 @@ guess of a position does not depend on those before it. Loss: sum_i w^i CE_i, w 
 
 Differences: the targets are the target's distributions, as for all heads here, where the paper takes the text's tokens;
 the lm_heads can be cut down to the draft vocabulary. Verification is the lossless one; the paper's typical acceptance
-is not offered. Trees: the dynamic one, in which a node's score is the product of its heads' probabilities.
+is not offered. Trees: static ones as in the paper (`eval.trees` with `choices`), or the dynamic one, in which a node's
+score is the product of its heads' probabilities.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class TargetHead(Draft):
         super().__init__()
         self.steps = cfg.steps
         self.vocab = vocab
+        self.layer_config = target.config  # what the head's own layers are built like: sizes and rotary embedding
         self.n_layers, self.hidden_size = n_inputs + 1, int(target.config["hidden_size"])
         ids = torch.from_numpy(vocab.ids)
         frozen = {

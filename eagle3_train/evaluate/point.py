@@ -14,6 +14,7 @@ from eagle3_train.decode.cache import check_rollback
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.loop import Proposer
 from eagle3_train.decode.sampling import Sampling
+from eagle3_train.decode.static import StaticTree
 from eagle3_train.decode.tree import Tree
 from eagle3_train.device import resolve_device
 from eagle3_train.drafts import Draft
@@ -59,7 +60,10 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
 
     if target_model is not None:
         check_rollback(target_model.config)
-    trees = [Tree(t.depth, t.top_k, t.total) for t in cfg.eval.trees]
+    trees = [
+        StaticTree(tuple(map(tuple, t.choices))) if t.choices else Tree(t.depth, t.top_k, t.total)
+        for t in cfg.eval.trees
+    ]
     started = time.perf_counter()
     records, keys = replay_tasks(
         head, transcripts, tasks, device, bootstrap, seed, target_store=cfg.paths.store, show=True

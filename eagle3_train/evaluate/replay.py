@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle3_train.config import TaskConfig
 from eagle3_train.console import progress_bar
+from eagle3_train.decode.static import StaticTree
 from eagle3_train.decode.tree import Tree, TreeHead, match
 from eagle3_train.drafts import Draft, DraftBatch
 from eagle3_train.evaluate.records import Record
@@ -33,7 +34,7 @@ def replay_tasks(
     bootstrap: int,
     seed: int,
     *,
-    tree: Tree | None = None,
+    tree: Tree | StaticTree | None = None,
     target_store: str | None = None,
     batch_tokens: int = 8192,
     show: bool = False,
@@ -70,7 +71,7 @@ def _replayed(
     head: Draft,
     transcripts: Transcripts,
     device: torch.device,
-    tree: Tree | None,
+    tree: Tree | StaticTree | None,
     target_store: str | None,
     batch_tokens: int,
     fields: dict[str, Any],
@@ -115,7 +116,7 @@ def replay(
 
 
 @torch.inference_mode()
-def replay_tree(head: TreeHead, tree: Tree, transcript: Transcript, device: torch.device) -> list[int]:
+def replay_tree(head: TreeHead, tree: Tree | StaticTree, transcript: Transcript, device: torch.device) -> list[int]:
     """Accepted drafts of each cycle of one transcript: each visited anchor's tree, followed along the transcript."""
     ids = torch.from_numpy(transcript.sequence.input_ids.astype(np.int64))
     features = transcript.sequence.hidden[:, head.reads].float().to(device)

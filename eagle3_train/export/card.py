@@ -12,19 +12,19 @@ from eagle3_train.files import code_version
 CARD = """\
 ---
 library_name: {library}
-tags: [speculative-decoding, eagle3]
+tags: [speculative-decoding, {method}]
 ---
-# EAGLE-3 draft head for {name}
+# {kind} draft head for {name}
 
-A draft head for lossless speculative decoding of `{target}`. It has no use without that very model: it reads the hidden
-states that enter its decoder layers {layers}, and speaks its tokens.
+A draft head for lossless speculative decoding of `{target}`. It has no use without that very model: it reads {states},
+and speaks its tokens.
 
 | | |
 |---|---|
 | format | {format}, {dtype} |
-| parameters | {parameters:,} trained, in {n_layers} decoder layer(s) of width {hidden} |
+| parameters | {parameters:,} trained; width {hidden} |
 | draft vocabulary | {draft_vocab:,} of the target's {vocab:,} tokens{coverage} |
-| trained for | chains of {steps} drafts (training-time test) |
+| drafts | chains of {steps} tokens |
 {training}| written by | eagle3-train {version} |
 
 ## Acceptance
@@ -33,20 +33,12 @@ states that enter its decoder layers {layers}, and speaks its tokens.
 
 ## Serve
 
-vLLM reads both formats; a path is given for the target and one for the head:
+vLLM; a path is given for the target and one for the head:
 
 ```bash
-vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": {steps}}}'
+vllm serve {target} --speculative-config '{{"method": "{method}", "model": "HEAD", "num_speculative_tokens": {steps}}}'
 ```
-
-SGLang reads `export.format=eagle` (not verified here; needs a GPU):
-
-```bash
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path HEAD --speculative-num-steps {steps} --speculative-eagle-topk 1 \\
-  --speculative-num-draft-tokens {tokens}
-```
-
+{sglang}
 ## Limits
 
 - For `{target}` alone: another model, or a fine-tune of it, has other states, and drafts are then rarely accepted.
@@ -56,25 +48,43 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
 """
 
 
+SGLANG = """
+SGLang reads `export.format=eagle` (not verified here; needs a GPU):
+
+```bash
+python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path HEAD --speculative-num-steps {steps} --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens {tokens}
+```
+"""
+KINDS = {"eagle3": ("EAGLE-3", "eagle3"), "eagle1": ("EAGLE-1", "eagle"), "medusa": ("Medusa", "medusa")}  # vLLM's name
+
+
 def model_card(source: HeadSource, format: str, dtype: torch.dtype, result: dict[str, Any]) -> str:
     """Markdown. `result`: what training and evaluation found, as far as they ran."""
     head = source.head
     coverage = result.get("vocab_coverage")
+    kind, method = KINDS[head.kind]
+    states, sglang = "its last hidden states", ""
+    if head.kind == "eagle3":
+        states = f"the hidden states that enter its decoder layers {', '.join(map(str, source.layer_ids))}"
+        sglang = SGLANG.format(target=source.target_name, steps=head.steps, tokens=head.steps + 1)
     return CARD.format(
         library="speculators" if format == "speculators" else "transformers",
         name=result.get("target", source.target_name),
         target=source.target_name,
-        layers=", ".join(map(str, source.layer_ids)),
+        kind=kind,
+        method=method,
+        states=states,
+        sglang=sglang,
         format=format,
         dtype=str(dtype).removeprefix("torch."),
         parameters=head.parameter_counts()["trainable"],
-        n_layers=len(head.layers),
         hidden=head.dims.hidden,
         draft_vocab=len(head.vocab.ids),
         vocab=source.vocab_size,
         coverage="" if coverage is None else f"; {coverage:.1%} of the supervised tokens",
         steps=head.steps,
-        tokens=head.steps + 1,
         training=_training(result),
         version=code_version(),
         acceptance=_acceptance(result),

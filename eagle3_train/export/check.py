@@ -21,6 +21,7 @@ from eagle3_train.console import say
 from eagle3_train.drafts import DraftBatch, Eagle3
 from eagle3_train.export.layout import EMBEDDING, HeadSource, engine_weights
 from eagle3_train.export.read import read_published
+from eagle3_train.files import read_json
 
 PEER_PYTHON = "EAGLE3_SPECULATORS_PYTHON"
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
@@ -35,7 +36,8 @@ def check_export(source: HeadSource, folder: Path, dtype: torch.dtype) -> None:
     """
     check_round_trip(source, folder, dtype)
     say(f"check: {folder} read back is the head, bit for bit ({str(dtype).removeprefix('torch.')})")
-    if "transformer_layer_config" not in (folder / "config.json").read_text(encoding="utf-8"):
+    head = source.head
+    if not isinstance(head, Eagle3) or "transformer_layer_config" not in read_json(folder / "config.json"):
         say("check: the speculators library reads export.format=speculators alone; not run on this one")
         return
     python = peer_python()
@@ -50,20 +52,25 @@ def check_export(source: HeadSource, folder: Path, dtype: torch.dtype) -> None:
         raise RuntimeError(
             f"{folder}: speculators computes other logits, {worst:.2e} apart: this is a bug of the export"
         )
-    say(f"check: speculators computes the same logits of {source.head.steps} steps (at most {worst:.1e} apart)")
+    say(f"check: speculators computes the same logits of {head.steps} steps (at most {worst:.1e} apart)")
 
 
 def check_round_trip(source: HeadSource, folder: Path, dtype: torch.dtype) -> None:
     """RuntimeError where a tensor, the vocabulary or the layer ids came back changed."""
-    published = read_published(folder)
     head = source.head
     wanted = {name: t.to("cpu", dtype) for name, t in engine_weights(head).items()}
-    found = published.weights | {EMBEDDING: published.embed_tokens}
-    changed = [n for n in wanted.keys() | found.keys() if not _equal(wanted.get(n), found.get(n))]
-    if not np.array_equal(published.vocab_ids(source.vocab_size), head.vocab.ids):
-        changed.append("the draft vocabulary")
-    if published.layer_ids != source.layer_ids:
-        changed.append("the layer ids")
+    found: dict[str, Tensor | None] = {}
+    changed = []
+    if isinstance(head, Eagle3):
+        published = read_published(folder)
+        found |= published.weights | {EMBEDDING: published.embed_tokens}
+        if not np.array_equal(published.vocab_ids(source.vocab_size), head.vocab.ids):
+            changed.append("the draft vocabulary")
+        if published.layer_ids != source.layer_ids:
+            changed.append("the layer ids")
+    else:
+        found |= load_file(folder / "model.safetensors")
+    changed += [n for n in wanted.keys() | found.keys() if not _equal(wanted.get(n), found.get(n))]
     if changed:
         raise RuntimeError(f"{folder}: {', '.join(sorted(changed))} came back changed: this is a bug of the export")
 
@@ -116,6 +123,7 @@ def _example(source: HeadSource) -> tuple[Tensor, Tensor]:
 
 
 def _difference(source: HeadSource, dtype: torch.dtype, theirs: Tensor) -> float:
+    assert isinstance(source.head, Eagle3)
     ours = our_logits(source.head, dtype, *_example(source))
     return max(float((a - b[: len(a)]).abs().max() / a.abs().max()) for a, b in zip(ours, theirs, strict=True))
 

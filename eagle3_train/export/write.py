@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from eagle3_train.drafts import Eagle3
 from eagle3_train.export.card import model_card
-from eagle3_train.export.layout import FORMATS, HeadSource, configuration, tensors
-from eagle3_train.files import new_folder, read_json, write_json, write_text
+from eagle3_train.export.layout import HeadSource, configuration, format_of, tensors
+from eagle3_train.files import new_folder, write_json, write_text
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
@@ -21,15 +22,15 @@ def export_head(
     """Write `folder` whole: config.json, model.safetensors, README.md. One that an earlier export wrote is replaced.
 
     Args:
-        format: speculators | eagle (docs/export.md).
+        format: speculators | eagle | medusa | auto (docs/export.md).
         dtype: of the weights.
         result: the point's `train.json` or `result.json`, for the model card.
 
     Raises:
         ValueError: the format does not fit the head, or `folder` holds something else than an exported head.
     """
-    assert format in FORMATS, format
-    if format == "eagle" and len(source.head.layers) > 1:
+    format = format_of(source.head, format)
+    if format == "eagle" and isinstance(source.head, Eagle3) and len(source.head.layers) > 1:
         raise ValueError(
             f"export.format=eagle has a place for one layer, the head has {len(source.head.layers)}: use "
             "export.format=speculators"
@@ -48,5 +49,4 @@ def _is_head(folder: Path) -> bool:
     """Whether it holds what an export writes, and nothing else."""
     if not folder.is_dir() or {p.name for p in folder.iterdir()} != {WEIGHTS, CONFIG, CARD}:
         return False
-    config = read_json(folder / CONFIG)
-    return config.get("speculators_model_type") == "eagle3" or "LlamaForCausalLMEagle3" in config["architectures"]
+    return "written by | eagle3-train" in (folder / CARD).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from .index import Index
 from .loader import Loader
 from .manifest import Manifest, ShardEntry, finalize
 from .origin import expect_origin, write_origin
-from .plan import BatchPlan, prefix_for_tokens
+from .plan import BatchPlan, plan_of, prefix_for_tokens, rows_of
 from .reader import Store, concatenate
 from .rolling import Rolling, RollingStore, is_rolling, write_rolling
 from .schema import CONVENTION, Sequence, StoreSpec
@@ -42,9 +42,11 @@ __all__ = [
     "is_rolling",
     "merge",
     "missing_shards",
+    "plan_of",
     "prefix_for_tokens",
     "prune",
     "read_target_part",
+    "rows_of",
     "shard_name",
     "shard_number",
     "shard_rows",

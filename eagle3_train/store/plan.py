@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -222,6 +222,18 @@ def prefix_for_tokens(lengths: np.ndarray, tokens: int) -> int:
     if not len(ends) or ends[-1] < tokens:
         raise ValueError(f"the store holds {ends[-1] if len(ends) else 0} tokens, fewer than the {tokens} asked for")
     return int(np.searchsorted(ends, tokens, side="left")) + 1
+
+
+def rows_of(lengths: np.ndarray, reading: Mapping[str, Any]) -> int:
+    """Rows of a store of these lengths that a run reads: so many, or as few as hold so many tokens."""
+    return reading["rows"] if reading["tokens"] is None else prefix_for_tokens(lengths, reading["tokens"])
+
+
+def plan_of(lengths: np.ndarray, fingerprint: str, reading: Mapping[str, Any]) -> BatchPlan:
+    """The plan of a run: `lengths` of all rows of the store, `reading` as `Config.reading`, the arguments of
+    `BatchPlan` with `rows` or `tokens`."""
+    arguments = {name: value for name, value in reading.items() if name not in ("rows", "tokens")}
+    return BatchPlan(lengths[: rows_of(lengths, reading)], fingerprint, **arguments)
 
 
 def _shuffled(values: np.ndarray, key: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from eagle3_train.device import peak_rss_mb, peak_tflops, resolve_device, resolv
 from eagle3_train.drafts import Draft
 from eagle3_train.exits import Unfinished
 from eagle3_train.files import code_version, read_object, write_json
-from eagle3_train.store import BatchPlan, Loader, Sequence, Store
+from eagle3_train.store import BatchPlan, Loader, Sequence, Store, plan_of
 from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
 from eagle3_train.train.checkpoint import Saver
@@ -25,7 +25,14 @@ from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import make_engine
 from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
-from eagle3_train.train.setup import build_head, copy_sharing_buffers, load_head, open_store, seed_rank, trains
+from eagle3_train.train.setup import (
+    build_head,
+    copy_sharing_buffers,
+    load_head,
+    open_store,
+    seed_rank,
+    trains,
+)
 from eagle3_train.train.step import StepResult, split, train_step
 from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
@@ -69,10 +76,10 @@ def _is_done(cfg: Config) -> bool:
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
     """Global batches of the point's prefix of the store."""
-    arguments: dict[str, Any] = cfg.reading
+    reading = cfg.reading
     if cfg.train.regime == "none":  # a plan that nobody follows
-        arguments["epochs"] = cfg.train.epochs
-    return BatchPlan(store.index.n_tokens[: arguments.pop("rows")], store.fingerprint, **arguments)
+        reading["epochs"] = cfg.train.epochs
+    return plan_of(store.index.n_tokens, store.fingerprint, reading)
 
 
 def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.device, world: World) -> None:
@@ -102,7 +109,7 @@ def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.d
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
         say(
-            f"{cfg.point_name}: {cfg.data.sequences} sequences, {plan.epoch_tokens:,} tokens, {len(plan)} steps"
+            f"{cfg.point_name}: {len(plan.lengths)} sequences, {plan.epoch_tokens:,} tokens, {len(plan)} steps"
             + (f", continuing at step {first}" if first else "")
         )
 
@@ -248,7 +255,6 @@ def _record(
     cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any], steps: int
 ) -> dict[str, Any]:
     """What training knows of the Result contract (docs/architecture.md)."""
-    rows = slice(0, cfg.data.sequences)
     return {
         "schema": 1,
         "study": cfg.study.name,
@@ -257,9 +263,9 @@ def _record(
         "draft": cfg.draft.kind,
         "data_scale": cfg.data.scale,
         "seed": cfg.seed,
-        "unique_sequences": cfg.data.sequences,
-        "unique_tokens": int(store.index.n_tokens[rows].sum(dtype=np.int64)),
-        "supervised_tokens": int(store.index.n_supervised[rows].sum(dtype=np.int64)),
+        "unique_sequences": len(plan.lengths),
+        "unique_tokens": plan.epoch_tokens,
+        "supervised_tokens": int(store.index.n_supervised[: len(plan.lengths)].sum(dtype=np.int64)),
         "consumed_tokens": totals["tokens"],
         "consumed_supervised_tokens": totals["rows"],
         "epochs": totals["tokens"] / plan.epoch_tokens,

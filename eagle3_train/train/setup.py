@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,18 @@ import torch
 
 from eagle3_train import drafts
 from eagle3_train.config import Config, digest
-from eagle3_train.drafts import Draft, DraftVocab, Eagle3
-from eagle3_train.export import HeadSource, read_published, start_from
-from eagle3_train.store import RollingStore, Store, expect_origin, is_rolling, read_target_part, token_counts
+from eagle3_train.drafts import Draft, DraftVocab, Eagle1, Eagle3, Medusa
+from eagle3_train.export import HeadSource, format_of, read_published, start_from
+from eagle3_train.store import (
+    RollingStore,
+    Store,
+    expect_origin,
+    is_rolling,
+    prefix_for_tokens,
+    read_target_part,
+    token_counts,
+)
+from eagle3_train.target import prepare_target
 from eagle3_train.train import checkpoint
 
 
@@ -27,13 +37,26 @@ def open_store(cfg: Config) -> Store:
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
     expect_origin(store, cfg.data_identity)
-    if cfg.data.sequences > len(store):
-        raise ValueError(
-            f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, the store {cfg.paths.store} holds "
-            f"{len(store)}: capture {cfg.data.sequences - len(store)} more (corpus.sequences={cfg.data.sequences}, "
-            "then eagle3 prepare and eagle3 capture), or lower data.scale"
-        )
+    used_rows(cfg, store)
     return store
+
+
+def used_rows(cfg: Config, store: Store) -> int:
+    """How many rows of the store, its first ones, a point trains on. ValueError where it holds fewer."""
+    lengths, wanted = store.index.n_tokens, cfg.data.sequences
+    if wanted is None:
+        assert cfg.data.tokens is not None
+        held = int(lengths.sum(dtype=np.int64))
+        if cfg.data.tokens <= held:
+            return prefix_for_tokens(lengths, cfg.data.tokens)
+        wanted = math.ceil(len(store) * cfg.data.tokens / held)
+    if wanted > len(store):
+        raise ValueError(
+            f"data.scale={cfg.data.scale:g} needs {cfg.data}, the store {cfg.paths.store} holds {len(store)} "
+            f"({lengths.sum(dtype=np.int64):,} tokens): capture {wanted - len(store)} more "
+            f"(corpus.sequences={wanted}, then eagle3 prepare and eagle3 capture), or lower data.scale"
+        )
+    return wanted
 
 
 def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
@@ -44,8 +67,25 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     if cfg.draft.init_from is not None:
         published = read_published(cfg.draft.init_from)
         return start_from(published, cfg.draft, part, counts, store.spec.layer_ids[:-1]).to(device)
+    if cfg.draft.kind == "hf":
+        expect_tokenizer(cfg)
     vocab = DraftVocab.from_counts(counts, cfg.draft.vocab_size)
     return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+
+
+def expect_tokenizer(cfg: Config) -> None:
+    """ValueError unless the draft model of draft=hf maps text to the target's token ids."""
+    from transformers import AutoTokenizer
+
+    folder = prepare_target(cfg.target, cfg.paths.target)
+    ours, theirs = (AutoTokenizer.from_pretrained(str(name)).get_vocab() for name in (folder, cfg.draft.hf.model))
+    different = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if different:
+        raise ValueError(
+            f"draft.hf.model={cfg.draft.hf.model} has another tokenizer than {cfg.target.name}: {len(different):,} "
+            f"tokens are not the same, {sorted(different)[0]!r} among them. Its drafts would be other words: take a "
+            "model of the target's family"
+        )
 
 
 def trains(cfg: Config, head: Draft) -> bool:
@@ -85,8 +125,8 @@ def head_source(cfg: Config) -> HeadSource:
     """The trained head of a point with what an exported one says of itself."""
     store = open_store(cfg)
     head = load_head(cfg, torch.device("cpu"))
-    if not isinstance(head, Eagle3):
-        raise ValueError(f"draft.kind={cfg.draft.kind}: only EAGLE-3 heads can be exported")
+    format_of(head, cfg.export.format)  # refuses heads that have none
+    assert isinstance(head, Eagle3 | Eagle1 | Medusa)
     # An engine finds the target by its hub id, or by its folder: a converted file's is ours.
     local = Path(cfg.target.model).expanduser()
     name = cfg.paths.target if cfg.target.model.endswith(".gguf") else str(local.absolute()) if local.is_dir() else None

@@ -106,6 +106,8 @@ def test_the_cache_grows_and_keeps_what_it_holds() -> None:
     ("config", "reason"),
     [
         (transformers.MistralConfig(), "sliding-window"),
+        (transformers.Qwen2Config(use_sliding_window=True), "sliding-window"),
+        (transformers.Qwen3Config(use_sliding_window=True), "sliding-window"),
         (transformers.Gemma3TextConfig(), "sliding-window"),
         (transformers.MambaConfig(), "LinearAttention"),
         (transformers.T5Config(), "encoder-decoder"),

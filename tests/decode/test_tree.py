@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3_train.config import compose
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.loop import Proposal, ancestors, decode_plain, decode_speculative
 from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.static import StaticTree
 from eagle3_train.decode.tree import DrawnTree, Tree, follow, match
 from tests.drafts.tiny import H, tiny_head
 from tests.evaluate.tiny import NEW, STOPS, prompt, trained_head
@@ -147,3 +149,33 @@ def test_impossible_trees_are_refused() -> None:
         Tree(0, 1, 1)
     with pytest.raises(ValueError, match="temperature"):
         DrawnTree(1, 1, 1, Chain(1).sampling)
+
+
+def test_a_static_tree_has_the_ranks_that_were_asked_for() -> None:
+    """Node by node against steps of a chain along its path."""
+    head = TableHead(seed=2)
+    h, logits = head.observe(None, torch.tensor([1]), torch.zeros(1, 1, 1))
+    choices = ((1,), (0,), (0, 2), (1, 0), (0, 0), (0, 2, 1))
+    proposal = StaticTree(choices).propose(head, None, h, logits)
+    expected = set()
+    for choice in choices:
+        path: tuple[int, ...] = ()
+        for level, rank in enumerate(choice):
+            order = head.table[min(level, 1), path[-1] if path else 1].argsort(descending=True)
+            path = (*path, int(head.vocab_ids[order[rank]]))
+        expected.add(path)
+    assert set(nodes(proposal)) == expected
+    assert proposal.depths.tolist() == [len(p) - 1 for p in nodes(proposal)]  # type: ignore[union-attr]
+
+
+def test_a_static_tree_of_first_ranks_is_a_chain() -> None:
+    runner, head = TargetRunner(tiny_target(), LAYER_IDS), trained_head()
+    start = prompt(3, 50)
+    chain = decode_speculative(runner, head, Chain(3), start, NEW, STOPS)
+    assert decode_speculative(runner, head, StaticTree(((0,), (0, 0), (0, 0, 0))), start, NEW, STOPS) == chain
+
+
+@pytest.mark.parametrize("choices", ["[[]]", "[[0,1]]", "[[0],[0]]", "[[-1]]"])
+def test_static_trees_that_are_none_are_refused(choices: str) -> None:
+    with pytest.raises(ValueError, match="of a static tree"):
+        compose([f"eval.trees=[{{choices: {choices}}}]"])

@@ -17,7 +17,7 @@ from tests.drafts.tiny import H, tiny_batch, tiny_draft, tiny_sequence, tiny_seq
 
 CPU = torch.device("cpu")
 ALL = sorted(HEADS)
-TRAINED = sorted(HEADS.keys() - {"prompt_lookup"})
+TRAINED = sorted(HEADS.keys() - {"hf", "prompt_lookup"})
 
 
 def test_every_kind_of_the_configuration_is_built() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3_train.config import DraftConfig
+from eagle3_train.config import DraftConfig, HFConfig
 from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, Eagle3, build
 
 V, H = 29, 24
@@ -66,6 +70,22 @@ def tiny_head(
     return head
 
 
+@cache
+def tiny_model(vocab: int = V) -> str:
+    """Folder of a random Llama without tokenizer, for draft=hf."""
+    import transformers
+
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.5, bos_token_id=1, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def tiny_draft(
     kind: str,
     steps: int = 4,
@@ -77,6 +97,8 @@ def tiny_draft(
     """A head of a kind with all its norms off 1, so that a norm left out is seen, and nothing left that starts at 0."""
     torch.manual_seed(3)
     vocab = DraftVocab(np.array([0, 2, 3, 5, 8, 9, 11, 14, 17, 18, 20, 21, 26]), V, 0.5)
+    if kind == "hf":
+        draft["hf"] = HFConfig(tiny_model())
     draft = {"init_layer": "random"} | draft  # from the target, half of EAGLE-3's q, k and v would be zero
     head = build(DraftConfig(kind=kind, steps=steps, **draft), target or TinyTarget(), vocab, n_inputs)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def study(real_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folder = outputs / "quickstart"
     args = ("study", *SMALL, f"paths.target={real_target}")
     process = eagle3(*args, outputs=outputs)
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 1200
     while not list(folder.glob("eagle3-x1-*/train.json")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -58,7 +58,7 @@ def study(real_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     untouched += folder.glob("eagle3-x1-*/train.json")
     before = [p.stat().st_mtime_ns for p in untouched]
     process = eagle3(*args, outputs=outputs)
-    output, _ = process.communicate(timeout=500)
+    output, _ = process.communicate(timeout=1500)
     assert process.returncode == 0, output
     assert [p.stat().st_mtime_ns for p in untouched] == before, "what was done was done again"
     return folder, output
@@ -113,7 +113,6 @@ def test_done_work_is_not_repeated(study: tuple[Path, str], real_target: Path) -
     assert time.monotonic() - started < 120
 
 
-@pytest.mark.skipif("EAGLE3_TEST_SERVE" not in os.environ, reason="minutes on a CPU: EAGLE3_TEST_SERVE=1 asks for it")
 @pytest.mark.skipif(
     not os.environ.get("EAGLE3_VLLM_PYTHON") and importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed, and EAGLE3_VLLM_PYTHON names no interpreter that has it",
@@ -123,7 +122,7 @@ def test_vllm_serves_the_exported_head_as_replay_says(study: tuple[Path, str], r
     point = [a for a in SMALL if not a.startswith("data.scale=")]
     more = ("data.scale=2", "serve.concurrency=[1,2]", 'serve.arguments=["--enforce-eager"]', "export.check=true")
     process = eagle3("serve-bench", *point, *more, f"paths.target={real_target}", outputs=study[0].parent)
-    output, _ = process.communicate(timeout=900)
+    output, _ = process.communicate(timeout=1500)
     assert process.returncode == 0, output
     (path,) = study[0].glob("eagle3-x2-*/serve.json")
     rows = json.loads(path.read_text())["rows"]

@@ -1,4 +1,4 @@
-"""A server with vLLM's interface that knows what it will say, and in which cycles."""
+"""A server with vLLM's interface, or SGLang's, that knows what it will say, and in which cycles."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from typing import Any
 class FakeServer(ThreadingHTTPServer):
     """`texts`: what it says to each prompt. `cycles`: accepted drafts of each target forward after the prompt's, whole
     drafts of `steps` to the last; None: it has no draft head. `tells`: of each request too, as vLLM does when asked to.
-    `others`: tokens that it generates meanwhile for somebody else."""
+    `others`: tokens that it generates meanwhile for somebody else. `sglang`: it has SGLang's endpoint too, and says
+    there in how many forwards, and how many of them accepted how much; `cumulative`: each event has all tokens."""
 
     daemon_threads = True
 
     def __init__(
         self, texts: dict[tuple[int, ...], list[int]], cycles: dict[tuple[int, ...], list[int]] | None, steps: int = 3,
-        tells: bool = True, others: int = 0,
+        tells: bool = True, others: int = 0, sglang: bool = False, cumulative: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(("127.0.0.1", 0), Handler)
         self.texts, self.cycles, self.steps, self.tells, self.others = texts, cycles, steps, tells, others
+        self.sglang, self.cumulative = sglang, cumulative
         self.lock = threading.Lock()
         self.running = self.most_running = 0
         self.requests: list[dict[str, Any]] = []
@@ -73,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
             "/metrics": self.server.metrics(),
         }
+        if self.server.sglang:
+            bodies["/get_model_info"] = json.dumps({"model_path": "fake"})
         body = bodies.get(self.path)
         self.send_response(404 if body is None else 200)
         self.end_headers()
@@ -85,22 +89,23 @@ class Handler(BaseHTTPRequestHandler):
             server.requests.append(request)
             server.running += 1
             server.most_running = max(server.most_running, server.running)
-        prompt = tuple(request["prompt"])
+        native = self.path == "/generate"
+        prompt = tuple(request["input_ids" if native else "prompt"])
+        limit = request["sampling_params"]["max_new_tokens"] if native else request["max_tokens"]
         time.sleep(0.03)  # so that requests sent together run together
-        tokens = server.texts[prompt][: request["max_tokens"]]
+        tokens = server.texts[prompt][:limit]
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         said: list[int] = []
         sent = 1
-        self._send({"choices": [{"text": "a", "token_ids": tokens[:1]}]})
+        self._say(native, tokens, 0, 1, said)
         for a in (server.cycles or {}).get(prompt, [0] * len(tokens)):
             if sent >= len(tokens):
                 break
-            new = tokens[sent : sent + a + 1]
+            start, sent = sent, min(sent + a + 1, len(tokens))
             said.append(a)
-            sent += len(new)
-            self._send({"choices": [{"text": "a" * len(new), "token_ids": new}]})
+            self._say(native, tokens, start, sent, said)
         final: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": sent}}
         if server.cycles is not None and server.tells:
             final["metrics"] = {"speculative_decoding": {"per_step_accepted": said}}
@@ -108,8 +113,22 @@ class Handler(BaseHTTPRequestHandler):
             server.running -= 1
             server.generated += sent + server.others
             server.accepted_at += said
-        self._send(final)
+        if not native:
+            self._send(final)
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def _say(self, native: bool, tokens: list[int], start: int, end: int, said: list[int]) -> None:
+        new = tokens[start:end]
+        if not native:
+            self._send({"choices": [{"text": "a" * len(new), "token_ids": new}]})
+            return
+        meta: dict[str, Any] = {"completion_tokens": end}
+        if self.server.cycles is not None and end == len(tokens):  # SGLang says it of finished requests
+            meta["spec_verify_ct"] = len(said)
+            meta["spec_accept_histogram"] = [said.count(a) for a in range(max(said, default=0) + 1)]
+        self._send(
+            {"text": "a" * end, "output_ids": tokens[:end] if self.server.cumulative else new, "meta_info": meta}
+        )
 
     def _send(self, event: dict[str, Any]) -> None:
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -145,6 +145,26 @@ def test_without_word_on_each_request_the_servers_counters_speak(folder: str, po
     assert row["counters"]["alpha"] == pytest.approx([reached[i + 1] / reached[i] for i in range(3)])
 
 
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_sglang_is_measured_by_what_it_says_of_each_request(folder: str, point: Config, cumulative: bool) -> None:
+    """Against a fake that speaks as SGLang's documents say; no real one was run."""
+    accepted = cycles(folder, beyond=2)
+    head = FakeServer(said(), accepted, sglang=True, cumulative=cumulative, others=1)  # its totals are not read
+    plain = FakeServer(said(), None, sglang=True, cumulative=cumulative)
+    rows = measured(point, head, plain)
+    records, _ = replay_tasks(trained_head(), folder, [TASK], CPU, 50, 0)
+    whole = [a for c in accepted.values() for a in c]
+    reached = [len(whole), *(sum(a > i for a in whole) for i in range(max(whole)))]
+    for row in rows[2:4]:
+        assert row["counters"]["tau"] == sum(r.tokens for r in records) / sum(r.forwards for r in records)
+        assert row["counters"]["alpha"] == pytest.approx([reached[i + 1] / reached[i] for i in range(max(whole))])
+        assert (row["lossless"], row["compared"]) == (8, 8)
+        assert 0 < row["first_p50"] <= row["latency_p50"]
+    assert "counters" not in rows[0]
+    sampling = head.requests[-1]["sampling_params"]
+    assert sampling == {"temperature": 0.0, "max_new_tokens": NEW, "stop_token_ids": STOPS}
+
+
 def test_a_server_that_others_use_is_refused(folder: str, point: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle3_train.evaluate.serve.counters.PATIENCE_S", 0.2)
     with pytest.raises(ValueError, match="it serves others too"):

@@ -96,7 +96,7 @@ def tiny_part() -> TinyPart:
     )
 
 
-class _HardLoss(StepLoss):
+class HardLoss(StepLoss):
     """Cross-entropy against the target's distribution, summed: enough to fit a few transcripts."""
 
     def select(self, kept: Tensor) -> None:
@@ -130,6 +130,6 @@ def fitted(cfg: DraftConfig) -> Draft:
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        head(batch, _HardLoss()).backward()
+        head(batch, HardLoss()).backward()
         optimizer.step()
     return head.eval()

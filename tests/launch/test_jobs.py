@@ -216,7 +216,7 @@ def test_what_is_done_is_seen_in_an_object_store_too(compose: Callable[..., Conf
     assert capture.finish()
     assert capture.is_done()
     assert point.is_done()
-    assert cost.data_of(cfg, 1) == cost.Data(24, 900, 500, exact=True)
+    assert cost.data_of(cfg) == cost.Data(24, 900, 500, exact=True)
     Folder(uri).write("manifest.json", b'{"fingerprint": "new"}')
     assert not point.is_done()
     assert is_of_another_store(cfg, point.folder)

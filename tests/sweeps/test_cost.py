@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eagle3_train import config
 from eagle3_train.capture import capture
-from eagle3_train.config import Config
+from eagle3_train.config import Config, Eagle3Config
 from eagle3_train.corpus import prepare
 from eagle3_train.files import read_json, write_json
 from sweeps import cost
@@ -46,16 +47,29 @@ def test_flops_agree_with_what_a_training_run_counted(cfg: Config) -> None:
     assert cost.training_flops(cfg, cost.Shape.of(SMOLLM2), data) == pytest.approx(8_868_522_977_280, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", sorted(COSTS))
-def test_cost_of_each_kind_agrees_with_what_the_head_itself_counts(cfg: Config, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in sorted(COSTS)),
+        ("eagle3", {"layers": 2}),
+        ("eagle3", {"lm_head": "frozen"}),
+        ("eagle3", {"intermediate_size": 10}),
+        ("eagle3", {"hidden_size": 12}),
+        ("eagle3", {"hidden_size": 48, "layers": 2}),
+    ],
+)
+def test_cost_of_each_kind_agrees_with_what_the_head_itself_counts(
+    cfg: Config, kind: str, options: dict[str, Any]
+) -> None:
     """On one long turn, where the rows that later steps lose are few."""
     target = TinyTarget()
     sequence = tiny_sequence(120, [(1, 120)], 0)
     cfg.draft.kind, cfg.draft.steps, cfg.draft.vocab_size, cfg.train.epochs = kind, 4, 13, 1
-    head = tiny_draft(kind, 4, target=target)
+    cfg.draft.eagle3 = Eagle3Config(**options)
+    head = tiny_draft(kind, 4, target=target, eagle3=cfg.draft.eagle3)
     shape, data = cost.Shape.of(target.config | {"num_hidden_layers": 1}), cost.Data(1, 120, 119, exact=True)
     own = head_cost(cfg.draft, shape, 3)
-    assert own.parameters == sum(p.numel() for p in head.parameters() if p.dim() == 2)
+    assert own.parameters == sum(p.numel() for p in head.parameters() if p.dim() == 2 and p.requires_grad)
     flops = cost.training_flops(cfg, shape, data)
     assert flops == pytest.approx(head.flops(tiny_batch([sequence])), rel=0.06)
 
@@ -82,8 +96,13 @@ def test_a_plan_on_paper(tmp_path: Path) -> None:
     head = 3 * 8192**2 + 2 * 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672 + 32000 * 8192
     assert f"exchanges {3 * 4 * head * 7 / 8 / 2**30:.2f} GiB a step" in text  # fsdp2 on eight nodes
     assert f"{24 * 4_248_000 / 2**20:.0f} MiB of the store's index" in text
-    with pytest.raises(ValueError, match=r"target\.shape has no 'hidden_size'"):
-        plan([f"paths.outputs={tmp_path}", "target.shape={num_hidden_layers: 2}"])
+    cfg = config.compose([f"paths.outputs={tmp_path}"])
+    assert cost.shape_of(cfg) == cost.Shape.of(SMOLLM2)
+    cfg.target.model = "/another"  # of which the sizes in conf/target/ are not
+    assert cost.shape_of(cfg) is None
+    cfg.target.shape = {"hidden_size": 8}
+    with pytest.raises(ValueError, match=r"target\.shape has no 'num_attention_heads'"):
+        cost.shape_of(cfg)
 
 
 def test_a_plan_is_near_what_the_study_then_takes(tmp_path: Path, tiny_target: Path) -> None:
@@ -91,14 +110,14 @@ def test_a_plan_is_near_what_the_study_then_takes(tmp_path: Path, tiny_target: P
     write_chats(tmp_path / "chats.json", 200)
     sample = study(tmp_path, tiny_target, "study.name=sample", "corpus.sequences=30", "corpus.seed=1")
     prepare(sample)
-    found = cost.data_of(sample, 0)
+    found = cost.data_of(sample)
     mean, share = found.tokens / found.sequences, found.supervised / found.tokens
     assumed = (f"plan.tokens_per_sequence={mean}", f"plan.supervised_share={share}")
     cfg = study(tmp_path, tiny_target, "corpus.sequences=100", *assumed)
-    planned, shape = cost.data_of(cfg, 0), cost.Shape.of(read_json(tiny_target / "config.json"))
+    planned, shape = cost.data_of(cfg), cost.Shape.of(read_json(tiny_target / "config.json"))
     prepare(cfg)
     capture(cfg)
-    counted = cost.data_of(cfg, 0)
+    counted = cost.data_of(cfg)
     assert (planned.exact, planned.assumed, counted.exact) == (False, True, True)
     assert planned.tokens == pytest.approx(counted.tokens, rel=0.25)
     assert planned.supervised == pytest.approx(counted.supervised, rel=0.25)
@@ -112,7 +131,8 @@ def test_fixed_steps_are_passes_over_the_data(cfg: Config) -> None:
 
 
 def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> None:
-    overrides = [f"paths.outputs={tmp_path}", "corpus.sequences=256", "corpus.max_length=512"]
+    overrides = [f"paths.outputs={tmp_path}", "corpus.sequences=256", "corpus.max_length=512", "target.model=/other"]
+    overrides += ["plan.tokens_per_sequence=null"]
     study = plan(overrides)
     assert "at most 131,072 tokens; disk and FLOPs are known once" in describe(study)
     write_json(Path(study.cfg.paths.target) / "config.json", SMOLLM2)

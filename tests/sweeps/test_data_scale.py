@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
+
 from tests.sweeps.conftest import Bench
 from tests.sweeps.test_study import NAMES
 
@@ -21,6 +25,15 @@ def test_a_multirun_is_the_study(bench: Bench) -> None:
     out = bench.run("study", "data.scale=1,2", "seed=0", "study.decode_points=[{data.scale: 1}]")
     assert "2 points, 1 done" in out
     assert bench.calls("trained") == [f"trained {NAMES[1]}", f"trained {NAMES[0]}"]
+
+
+@pytest.mark.skipif(find_spec("submitit") is None, reason="it is not installed")
+def test_hydra_submitit(bench: Bench) -> None:
+    """Both points at once, in processes of submitit's; the data are made once."""
+    bench.run("-m", "data.scale=1,2", "seed=0", "hydra/launcher=submitit_local", module=MODULE)
+    assert sorted(bench.calls("trained")) == [f"trained {name}" for name in NAMES]
+    assert len(bench.calls("prepare")) == len(bench.calls("capture")) == 1
+    assert "2 points, 2 done" in bench.run("study", "data.scale=1,2", "seed=0", "study.decode_points=[{data.scale: 4}]")
 
 
 def test_a_mistake_is_one_line(bench: Bench) -> None:

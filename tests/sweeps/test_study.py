@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -187,11 +188,27 @@ def test_two_studies_at_once_share_the_work(bench: Bench) -> None:
     assert all("Report: " in out.splitlines()[-1] for out in outs)  # both ended with the whole study
 
 
+def test_a_study_larger_than_its_store_says_what_more_to_capture(bench: Bench) -> None:
+    bench.run(*TWO)
+    for more, needs in (
+        (("corpus.sequences=null", "data.base_sequences=200"), "2x needs 400 sequences"),
+        (("corpus.sequences=1000", "data.base_sequences=200"), "2x needs 400 sequences"),
+        (("data.base_tokens=781",), "2x needs 1,562 tokens"),
+    ):
+        out = bench.run(*TWO, *more, code=2)
+        assert f"error: study 'quickstart': {needs}, the store {bench.study}/store holds 256: 144 more sequences" in out
+        assert "about 562 tokens (corpus.sequences=400, and another" in out
+        assert f"{needs}, the store" in bench.run(*TWO, *more, "dry_run=true")
+    assert len(bench.calls("prepare")) == 1
+
+
 def test_a_dry_run_does_nothing(bench: Bench) -> None:
-    out = bench.run(*TWO, "dry_run=true", "corpus.sequences=256", "corpus.max_length=512")
+    out = bench.run(*TWO, "dry_run=true", "corpus.sequences=256", "launch.tflops=0.1")
     assert "2 points, 0 done" in out
     assert all(name in out for name in ("eagle3-x1-s0-", "eagle3-x2-s0-"))
-    assert "256 sequences, at most 131,072 tokens" in out
+    assert "256 sequences, about 93,184 tokens, about 72,684 of them supervised" in out
+    assert "disk: about 409 MiB" in out
+    assert re.search(r"about \S+ FLOPs to capture, about \S+ to train all points, \S+ at launch.tflops=0.1", out)
     assert list(bench.folder.iterdir()) == []
 
 

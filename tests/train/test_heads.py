@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS.keys() - {"eagle3", "prompt_lookup"}))
+@pytest.mark.parametrize("kind", sorted(HEADS.keys() - {"eagle3", "hf", "prompt_lookup"}))
 def test_a_run_learns_and_its_head_loads(outputs: Path, kind: str) -> None:
     cfg = tiny_config(outputs, draft__kind=kind, optim__lr="1e-2", train__epochs=2)
     head = train(cfg)
@@ -34,8 +35,9 @@ def test_a_run_learns_and_its_head_loads(outputs: Path, kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), loaded.parameters(), strict=True))
 
 
-def test_prompt_lookup_is_a_point_that_consumes_nothing(outputs: Path) -> None:
-    cfg = tiny_config(outputs, draft__kind="prompt_lookup")
+@pytest.mark.parametrize("kind", ["prompt_lookup", "hf"])
+def test_what_is_not_trained_is_a_point_that_consumes_nothing(outputs: Path, kind: str, tiny_target: Path) -> None:
+    cfg = tiny_config(outputs, draft__kind=kind, draft__hf__model=tiny_target, target__model=tiny_target)
     train(cfg)
     record = json.loads((cfg.point_dir / "train.json").read_text())
     assert (record["steps"], record["consumed_tokens"], record["train_flops"], record["epochs"]) == (0, 0, 0, 0)
@@ -43,3 +45,12 @@ def test_prompt_lookup_is_a_point_that_consumes_nothing(outputs: Path) -> None:
     assert not {"val_loss", "train_tokens_per_s"} & record.keys()
     assert not (cfg.point_dir / "checkpoints").exists()
     assert load_head(cfg, torch.device("cpu")).steps == 3
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(
+    outputs: Path, tiny_target: Path, make_tokenizer: Any, tmp_path: Path
+) -> None:
+    make_tokenizer(special=("<|start|>", "<|im_end|>")).save_pretrained(tmp_path)
+    cfg = tiny_config(outputs, draft__kind="hf", draft__hf__model=tmp_path, target__model=tiny_target)
+    with pytest.raises(ValueError, match=r"another tokenizer than tiny: 2 tokens are not the same, '<\|"):
+        train(cfg)

@@ -12,6 +12,7 @@ import torch
 
 from eagle3_train.drafts import Draft
 from eagle3_train.exits import Unfinished
+from eagle3_train.store import Store
 from eagle3_train.train import checkpoint, load_head, train
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import run_ranks, train_tiny
@@ -38,6 +39,23 @@ def test_a_run_learns_and_leaves_what_others_rely_on(outputs: NewOutputs) -> Non
         assert torch.equal(a, b)
     train(cfg)  # a finished point is not run again
     assert (cfg.point_dir / "metrics.jsonl").read_bytes() == lines
+
+
+def test_data_may_be_counted_in_tokens(outputs: NewOutputs) -> None:
+    """The shortest prefix that holds as many."""
+    folder = outputs("a")
+    for scale in (1, 2):
+        cfg = tiny_config(folder, data__base_tokens=150, data__scale=scale, train__epochs=1)
+        train(cfg)
+        lengths = Store.open(cfg.paths.store).index.n_tokens
+        trained = record(cfg.point_dir)
+        rows = trained["unique_sequences"]
+        assert lengths[: rows - 1].sum() < 150 * scale <= lengths[:rows].sum() == trained["unique_tokens"]
+    with pytest.raises(ValueError, match=r"data\.scale=100 needs 15,000 tokens, .* holds 24 \(.*: capture \d+ more"):
+        train(tiny_config(folder, data__base_tokens=150, data__scale=100))
+    assert tiny_config(folder, data__base_sequences=5).point_name != tiny_config(folder).point_name
+    counted = [tiny_config(folder, data__base_tokens=150, data__base_sequences=n).point_name for n in (5, 6)]
+    assert counted[0] == counted[1]  # sequences are not counted
 
 
 def test_every_line_says_where_the_run_stands(outputs: NewOutputs) -> None:

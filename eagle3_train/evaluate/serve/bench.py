@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from eagle3_train.config import Config
 from eagle3_train.console import console, say
 from eagle3_train.evaluate.records import Record, read_records
-from eagle3_train.evaluate.serve.client import Answer, Load, Prompt, run_load, served_model
+from eagle3_train.evaluate.serve import sglang
+from eagle3_train.evaluate.serve.client import Answer, Ask, Load, Prompt, complete, run_load, served_model
 from eagle3_train.evaluate.serve.counters import Counters, counters_after, read_counters
 from eagle3_train.evaluate.serve.server import vllm_server
 from eagle3_train.evaluate.serve.table import load_row, serve_table
@@ -57,9 +59,10 @@ def serve_bench(
         with _server(cfg, way, target, head, steps, tasks) as url:
             if url is None:
                 continue
-            model = served_model(url)
+            of_sglang = sglang.is_sglang(url)
+            ask = partial(sglang.complete, url) if of_sglang else partial(complete, url, served_model(url))
             for (task, prompts), t, c in product(tasks.items(), cfg.serve.temperatures, cfg.serve.concurrency):
-                load, counted = _measure(cfg, url, model, task, prompts, t, c, stops)
+                load, counted = _measure(cfg, ask, None if of_sglang else url, task, prompts, t, c, stops)
                 loads[way, task, t, c] = load
                 records = [_record(a, steps, task, t) for a in load.answers if a.accepted is not None]
                 row = {"task": task, "temperature": t, "method": way, "concurrency": c} | load_row(load)
@@ -113,16 +116,20 @@ def _dtype(cfg: Config, target: Path) -> str:
 
 
 def _measure(
-    cfg: Config, url: str, model: str, task: str, prompts: list[Prompt], temperature: float, concurrency: int,
+    cfg: Config, ask: Ask, metrics: str | None, task: str, prompts: list[Prompt], temperature: float, concurrency: int,
     stops: Sequence[int],
 ) -> tuple[Load, Counters | None]:  # fmt: skip
-    """One load, after an untimed one of the same width; and what the server counted meanwhile."""
+    """One load, after an untimed one of the same width; and what the server counted meanwhile, at the URL `metrics` or
+    by its answers."""
     request = {"temperature": temperature, "seed": cfg.seed, "stop_token_ids": list(stops), "ignore_eos": True}
     sent = list(islice(cycle(prompts), max(len(prompts), concurrency)))
-    run_load(url, model, sent[:concurrency], concurrency, request, WARM_UP_TOKENS)
-    before = _settled(url)
-    load = run_load(url, model, sent, concurrency, request, _new_tokens(cfg, task))
-    counted = None if before is None else counters_after(url, before, sum(a.n_tokens for a in load.answers))
+    run_load(ask, sent[:concurrency], concurrency, request, WARM_UP_TOKENS)
+    before = _settled(metrics) if metrics else None
+    load = run_load(ask, sent, concurrency, request, _new_tokens(cfg, task))
+    if metrics and before is not None:
+        counted: Counters | None = counters_after(metrics, before, sum(a.n_tokens for a in load.answers))
+    else:
+        counted = sglang.counters_of(load.answers)
     rate = sum(a.n_tokens for a in load.answers) / load.seconds
     say(f"serve: {task}, T {temperature:g}, {concurrency} at once: {len(sent)} requests, {rate:,.1f} tokens/s")
     return load, counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,6 +34,8 @@ class Answer:
     first: float  # to the first token
     seconds: float  # to the last
     accepted: list[int] | None  # drafts accepted by each target forward after the prompt's; None: not told
+    forwards: int | None = None  # after the prompt's, where that alone is told
+    histogram: list[int] | None = None  # of these, by the drafts that they accepted
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,14 @@ class Load:
     seconds: float
 
 
-def run_load(
-    url: str, model: str, prompts: Sequence[Prompt], concurrency: int, request: dict[str, Any], new_tokens: int
-) -> Load:
+Ask = Callable[[Prompt, dict[str, Any], int], Answer]  # a prompt, the request's settings, new tokens at most
+
+
+def run_load(ask: Ask, prompts: Sequence[Prompt], concurrency: int, request: dict[str, Any], new_tokens: int) -> Load:
     """Send all prompts, `concurrency` of them at any time: a client sends its next one when its last is answered."""
     started = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda p: complete(url, model, p, request, new_tokens), prompts))
+        answers = list(pool.map(lambda p: ask(p, request, new_tokens), prompts))
     return Load(answers, time.perf_counter() - started)
 
 
@@ -68,7 +71,7 @@ def complete(url: str, model: str, prompt: Prompt, request: dict[str, Any], new_
     first = last = 0.0
     tokens: list[int] | None = []
     text, counted, accepted = "", None, None
-    for event in _events(url, "/v1/completions", body):
+    for event in events(url, "/v1/completions", body):
         now = time.perf_counter() - started
         for choice in event.get("choices", []):
             new = choice.get("token_ids")
@@ -85,7 +88,7 @@ def complete(url: str, model: str, prompt: Prompt, request: dict[str, Any], new_
     return Answer(prompt.name, tokens or None, text, counted, first, last, accepted)
 
 
-def _events(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def events(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Server-sent events of a POST, as JSON. ValueError where the server refuses it."""
     with _connect(url) as connection:
         connection.request("POST", _path(url, path), json.dumps(body), {"Content-Type": "application/json"})

@@ -19,7 +19,6 @@ class Counters:
 
     generated: float  # tokens
     drafts: float  # target forwards that verified a draft
-    drafted: float  # tokens
     accepted: float  # tokens
     by_position: tuple[float, ...]  # accepted, by place in the draft
 
@@ -28,7 +27,6 @@ class Counters:
         return Counters(
             self.generated - other.generated,
             self.drafts - other.drafts,
-            self.drafted - other.drafted,
             self.accepted - other.accepted,
             tuple(a - b for a, b in zip(self.by_position, before, strict=True)),
         )
@@ -64,7 +62,6 @@ def parse(text: str) -> Counters:
     return Counters(
         generated=total.get("generation_tokens", 0.0),
         drafts=total.get("spec_decode_num_drafts", 0.0),
-        drafted=total.get("spec_decode_num_draft_tokens", 0.0),
         accepted=total.get("spec_decode_num_accepted_tokens", 0.0),
         by_position=tuple(positions[i] for i in sorted(positions)),
     )

@@ -17,10 +17,18 @@ from pathlib import Path
 from eagle3_train.config import ServeConfig
 from eagle3_train.console import say
 from eagle3_train.evaluate.serve.client import get
+from eagle3_train.files import read_json
 
 PYTHON = "EAGLE3_VLLM_PYTHON"
-# Unless the user has set them. `nobind`: vLLM would pin its threads to cores.
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+# Unless the user has set them.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    # What follows matters on CPUs alone. vLLM would pin its threads to cores, take much memory for its cache, and run
+    # the model in a process of its own behind the engine's, whose imports take as long as all the rest of a start.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 STOP_S = 30.0
 
 
@@ -59,7 +67,7 @@ def vllm_server(
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
     if head is not None:
-        speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": steps}
+        speculative = {"method": method_of(head), "model": str(head), "num_speculative_tokens": steps}
         command += ["--speculative-config", json.dumps(speculative), "--per-request-spec-decode-metrics", "detailed"]
     command += cfg.arguments
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +82,14 @@ def vllm_server(
             yield url
         finally:
             _end(process)
+
+
+def method_of(head: Path) -> str:
+    """vLLM's name for what an exported head is. EAGLE-1's configuration is a plain Llama's."""
+    config = read_json(head / "config.json")
+    if "speculators_model_type" in config or "LlamaForCausalLMEagle3" in config.get("architectures", ()):
+        return "eagle3"
+    return "medusa" if config.get("model_type") == "medusa" else "eagle"
 
 
 def _free_port() -> int:

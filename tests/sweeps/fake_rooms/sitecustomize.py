@@ -4,10 +4,11 @@ Python imports this file by itself at start when its folder is on PYTHONPATH. Th
 study are the real ones.
 
 Every call is noted in $FAKE_CALLS, a line each. $FAKE_FAIL: a part of the names of points whose training fails.
-$FAKE_SECONDS: how long a training takes.
+$FAKE_SECONDS: how long a training takes. $FAKE_LR: the learning rate of the lowest validation loss, at each data scale.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -78,6 +79,8 @@ def train(cfg, evaluate=None):
     if (part := os.environ.get("FAKE_FAIL")) and part in cfg.point_name:
         raise RuntimeError("the loss is not finite")
     trained = {"train_flops": 1e12, "wall_seconds": {"train": 1.0}, "store_fingerprint": fingerprint(cfg)}
+    if best := json.loads(os.environ.get("FAKE_LR", "{}")):
+        trained["val_loss"] = 1 + abs(math.log10(cfg.optim.lr / best[f"{cfg.data.scale:g}"]))
     write_json(cfg.point_dir / "train.json", trained)
     note(f"trained {cfg.point_name}")
     return "head"
