@@ -40,7 +40,8 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
         ValueError: the runs do not fit the cap, or something else lies in the folder.
     """
     folder = Folder(job.path)
-    if is_rolling(job.path):
+    is_known = is_rolling(job.path)
+    if is_known:
         rolling = Rolling.read(folder)
         check_spec(rolling.spec, job.spec, folder.show("rolling.json"), MAY_DIFFER)
     else:
@@ -51,10 +52,10 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
             )
         rows, counts = read_counts(job.rows_file, job.spec.vocab_size)
         rolling = Rolling.of(job.spec, rows)
-        if write:
-            write_rolling(job.path, rolling, rows, counts)
     for name, reading in expected_runs(cfg).items():
         check_room(cfg, rolling, job.lengths, {name: reading})
+    if write and not is_known:
+        write_rolling(job.path, rolling, rows, counts)
     if write:
         say(
             f"capture train: it rolls: {size(sum(rolling.shard_bytes))} in {rolling.spec.n_shards} shards, at most "

@@ -91,7 +91,7 @@ def test_a_run_gets_the_states_of_every_epoch_and_nothing_is_left(cfg: Config) -
     batches = plan_of(store.index.n_tokens, store.fingerprint, cfg.reading)
     seen = read_all(cfg, store, batches)
     for worker in workers:
-        worker.join(60)
+        worker.join(240)
     for row in read_rows(job.rows_file):
         first, second = seen[row.sample_id]
         expected = states(row.input_ids)
