@@ -61,7 +61,8 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
             f"capture train: it rolls: {size(sum(rolling.shard_bytes))} in {rolling.spec.n_shards} shards, at most "
             f"{size(cap_bytes(cfg))} of them at a time"
         )
-    return cap_bytes(cfg)
+    copies = sum(rolling.kept_bytes) if cfg.reads_copies else 0
+    return min(cap_bytes(cfg), sum(rolling.shard_bytes) + copies)
 
 
 def cap_bytes(cfg: Config) -> int:
