@@ -51,7 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def cut_waits_short(over: threading.Event) -> None:
-    """SLURM lets a requeued job wait for two minutes. A few seconds are needed: it would take the end of the last attempt
+    """SLURM lets a requeued job wait for two minutes. A few seconds it needs: it would take the end of the last attempt
     for that of a next one which runs already."""
     seen: set[str] = set()
     while not over.wait(2):
