@@ -2,7 +2,7 @@
 
 from .backend import open_writer
 from .passes import share_passes
-from .roll import roll
+from .rolling import roll
 from .run import capture
 
 __all__ = ["capture", "open_writer", "roll", "share_passes"]

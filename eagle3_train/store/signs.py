@@ -41,7 +41,7 @@ class Sign:
         self._facts: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0, **facts}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self.say()
-        self._thread = threading.Thread(target=self._beat, name="store-sign", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
         self._thread.start()
 
     def note(self, **facts: Any) -> None:
