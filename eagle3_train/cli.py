@@ -30,6 +30,7 @@ HELP = {"-h", "--help"}
 # OSError: a full disk, a folder that cannot be written; ArithmeticError: a loss that is not finite, a number too large.
 MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseException)
 OMEGACONF = ("full_key:", "object_type=", "reference_type=")  # its lines on where, after those on what
+OTHER_RANKS_WAIT_S = 3.0  # before they say what the user got wrong
 SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
 
 
@@ -45,17 +46,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def guarded(action: Callable[[], int | None]) -> int:
     """Run `action` as a command: mistakes as one line, signals as exit codes."""
-    if os.environ.pop(SUPERVISED, None):
+    supervised = os.environ.pop(SUPERVISED, None)
+    again = "" if supervised else "; the same command continues where this one ended"  # our launcher says it
+    if supervised:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return action() or 0
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues where this one ended", file=sys.stderr)
+        print(f"\nstopped{again}", file=sys.stderr)
         return INTERRUPTED
     except Unfinished as e:
         if e.how:
-            print(f"\n{e.how}; the same command continues where this one ended", file=sys.stderr)
+            print(f"\n{e.how}{again}", file=sys.stderr)
         return REQUEUE
     except Failed as e:
         print(f"failed: {e}", file=sys.stderr)
@@ -63,6 +66,8 @@ def guarded(action: Callable[[], int | None]) -> int:
     except MISTAKES as e:
         if os.environ.get("EAGLE3_DEBUG"):
             raise
+        if os.environ.get("RANK", "0") != "0":  # as a rule rank 0 says the same, and torchrun ends us meanwhile
+            time.sleep(OTHER_RANKS_WAIT_S)
         print(f"error: {explain(e)}", file=sys.stderr)
         return MISTAKE
 

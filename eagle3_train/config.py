@@ -48,7 +48,7 @@ class TargetConfig:
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # for the template, e.g. {enable_thinking: false}
     trust_remote_code: bool = False
-    # sizes, as its config.json has them: for plans on a machine where the model is not; the model's own hold
+    # sizes, as its config.json has them, for plans on a machine where the model is not; with `model`: of that one alone
     shape: dict[str, Any] = field(default_factory=dict)
 
 

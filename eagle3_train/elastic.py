@@ -1,7 +1,8 @@
 """torchrun with this project's exit codes: `python -m eagle3_train.elastic` takes torchrun's arguments.
 
 torchrun itself ends with 1 however its ranks ended. Here ranks that stopped in good order, to be continued, end it with
-`REQUEUE`, as one process would; so does a signal to torchrun, which it hands on to its ranks and waits for them.
+`REQUEUE`, as one process would, and what the user got wrong with `MISTAKE`, without a traceback. A signal to torchrun,
+which it hands on to its ranks and waits for them, ends it with `REQUEUE` too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from eagle3_train.exits import REQUEUE
+from eagle3_train.exits import MISTAKE, REQUEUE
 
 
 def main() -> None:
@@ -22,8 +23,8 @@ def main() -> None:
         sys.exit(REQUEUE)
     except ChildFailedError as e:
         _, first = e.get_first_failure()  # the others may have been ended by torchrun
-        if first.exitcode == REQUEUE:
-            sys.exit(REQUEUE)
+        if first.exitcode in (REQUEUE, MISTAKE):  # the rank has said all that there is to say
+            sys.exit(first.exitcode)
         raise
 
 

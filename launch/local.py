@@ -10,7 +10,7 @@ from launch.cancel import Cancellation
 from launch.command import command, environment, terminator
 from launch.jobs import TRAINS, Job, detach, is_of_another_store, set_aside
 from launch.lock import Lock
-from launch.supervise import GRACE_S, Outcome, note_end, supervise, tail
+from launch.supervise import GRACE_S, Outcome, last_words, note_end, supervise
 
 
 def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace: float = GRACE_S) -> Outcome:
@@ -47,7 +47,7 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
         if outcome.state == "done" and not job.finish():
             reason = "it ended well, but what it should have written is missing"
             note_end(job.folder, "failed", reason)
-            return Outcome("failed", outcome.seconds, reason, tail(job.folder / "log.txt"))
+            return Outcome("failed", outcome.seconds, reason, last_words(job.folder))
         return outcome
     finally:
         lock.release()

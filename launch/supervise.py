@@ -26,6 +26,7 @@ from eagle3_train.files import read_json, write_json
 SUPERVISED = "EAGLE3_SUPERVISED"  # in the child's environment: end when standard input closes
 GRACE_S = 20.0  # from SIGTERM to SIGKILL: time for a checkpoint
 TAIL_LINES = 15
+TITLE = "--- attempt "  # begins the line of log.txt above the output of an attempt
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def supervise(
     started = time.time()
     status = _begin(folder, command, started)
     with open(folder / "log.txt", "ab") as log:
-        title = f"--- attempt {status['attempt']}, {_clock(started)}, {status['host']}: {' '.join(command)}\n"
+        title = f"{TITLE}{status['attempt']}, {_clock(started)}, {status['host']}: {' '.join(command)}\n"
         log.write(title.encode())
         log.flush()
         child = subprocess.Popen(
@@ -104,7 +105,14 @@ def supervise(
         return Outcome("preempted", seconds, reason)
     reason = _reason(child.returncode)
     note_end(folder, "failed", reason)
-    return Outcome("failed", seconds, reason, tail(folder / "log.txt"))
+    return Outcome("failed", seconds, reason, last_words(folder))
+
+
+def last_words(folder: Path) -> list[str]:
+    """The last lines of a job's log, of its last attempt."""
+    lines = tail(folder / "log.txt")
+    begins = [number for number, line in enumerate(lines) if line.startswith(TITLE)]
+    return lines[begins[-1] + 1 if begins else 0 :]
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:

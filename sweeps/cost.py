@@ -82,8 +82,11 @@ def shape_of(cfg: Config) -> Shape | None:
     for folder in (cfg.paths.target, inside(cfg.paths.store, "target"), cfg.target.model):
         if is_file(path := inside(folder, "config.json")):
             return Shape.of(read_json(path))
+    given = cfg.target.shape
+    if not given or given.get("model", cfg.target.model) != cfg.target.model:
+        return None
     try:
-        return Shape.of(cfg.target.shape) if cfg.target.shape else None
+        return Shape.of(given)
     except KeyError as e:
         raise ValueError(f"target.shape has no {e}: give the sizes as the model's config.json has them") from e
 

@@ -18,7 +18,7 @@ from eagle3_train.console import console, duration, say
 from eagle3_train.files import read_json
 from launch.jobs import SHARED, Job
 from launch.lock import holder_of
-from launch.supervise import tail
+from launch.supervise import last_words, tail
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
     if not last:
         return JobStatus(job.name, "queued")
     if last["state"] == "failed":
-        log = [line for line in tail(job.folder / "log.txt") if not line.startswith(("srun:", "slurmstepd"))]
+        log = [line for line in last_words(job.folder) if not line.startswith(("srun:", "slurmstepd"))]
         reason = ": ".join([last["reason"], *log[-1:]])
         return JobStatus(job.name, "failed", attempt, **progress, seconds=seconds, host=last["host"], reason=reason)
     why = last.get("reason") or "its process was killed, or its machine went down"

@@ -23,6 +23,7 @@ from launch.lock import Lock, holder_of
 from sweeps.estimate import TimeLeft, describe, missing_data
 from sweeps.points import Point, Study, plan
 
+ALL = "all"  # the session of the steps that points share
 POLL_S = 2.0  # between looks at points that other processes work on
 
 
@@ -74,6 +75,9 @@ def run_study(
             say(slurm.show(batches(study, left)))
         return report
     record(study)
+    if study.cfg.rolls:  # whether each of them fits the cap is looked at before the capture
+        study.cfg.launch.rolling.session = ALL
+        write_json(study.cfg.session_file, _readings(left))
     left = [p for p in left if not adopt(p)]
     if on_cluster and left:
         submitted = batches(study, left)

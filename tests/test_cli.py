@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import cli, config, help
+from eagle3_train.exits import Unfinished
 from eagle3_train.steps import STEPS
 from eagle3_train.store import commands as store_commands
 
@@ -137,7 +138,10 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
         (["train", "--cfg", "hydra"], "`--cfg job`"),
         (["evaluate"], "run `eagle3 train` with the same overrides first"),
         (["study", "status"], "holds no study yet"),
-        (["study", "dance"], "may stand status [--json | --watch], logs JOB, retry [JOB...], cancel, power [PILOT]"),
+        (
+            ["study", "dance"],
+            "may stand status [--json | --watch], logs JOB, retry [JOB...], cancel, tune, power [PILOT]",
+        ),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -185,6 +189,28 @@ def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert cli.guarded(interrupted) == 130
     assert "the same command continues" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_it_starts_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # as from a terminal
+    start = f"{hears}; from eagle3_train.start import main; main()"
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    done = subprocess.run([sys.executable, "-c", start], env=os.environ | paths, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_step_of_a_launcher_leaves_it_to_say_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cli.SUPERVISED, "1")
+    monkeypatch.setattr(cli, "_end_with_parent", lambda: None)
+
+    def ended() -> int:
+        raise Unfinished("stopped by SIGTERM")
+
+    assert cli.guarded(ended) == 143
+    assert capsys.readouterr().err == "\nstopped by SIGTERM\n"
 
 
 def test_sigterm_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:

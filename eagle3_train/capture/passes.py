@@ -53,7 +53,8 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
         rolling = Rolling.of(job.spec, rows)
         if write:
             write_rolling(job.path, rolling, rows, counts)
-    check_room(cfg, rolling, job.lengths, expected_runs(cfg))
+    for name, reading in expected_runs(cfg).items():
+        check_room(cfg, rolling, job.lengths, {name: reading})
     if write:
         say(
             f"capture train: it rolls: {size(sum(rolling.shard_bytes))} in {rolling.spec.n_shards} shards, at most "
@@ -68,7 +69,8 @@ def cap_bytes(cfg: Config) -> int:
 
 
 def expected_runs(cfg: Config) -> dict[str, Reading]:
-    """The runs that share the passes of this session: those of the study, or the one that the command describes."""
+    """The runs that share the passes of this session of a study, all its points while their data are captured, or the
+    one run that the command describes."""
     if cfg.launch.rolling.session:
         runs: dict[str, Reading] = read_json(cfg.session_file)
         return runs
@@ -101,10 +103,11 @@ def check_room(cfg: Config, rolling: Rolling, lengths: np.ndarray, runs: Mapping
     names = ", ".join(runs)
     widest = _widest_window(cfg, rolling, lengths, runs, cap)
     narrower = f"data.window={widest} at most" if widest else "more, hence smaller, shards (capture.shards)"
+    windows = " and ".join(sorted({str(reading["window"] or "all") for reading in runs.values()}))
     together = ", fewer launch.rolling.points_at_once" if len(runs) > 1 else ""
     raise ValueError(
-        f"store.cap_gib={cfg.store.cap_gib:g} is too small for {names}: with windows of "
-        f"{cfg.data.window or 'all'} sequences {size(least)} must be there at once. The ways out: store.cap_gib="
+        f"store.cap_gib={cfg.store.cap_gib:g} is too small for {names}: with windows of {windows} sequences "
+        f"{size(least)} must be there at once. The ways out: store.cap_gib="
         f"{np.ceil(least / 2**30 * 1000) / 1000:g}, {narrower}{together}; docs/rolling.md"
     )
 

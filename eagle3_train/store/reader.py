@@ -300,7 +300,7 @@ class _Cache(Generic[K, V]):
     def __contains__(self, key: K) -> bool:
         return key in self._values
 
-    def drop(self, wanted: Callable[[K], bool]) -> None:
+    def drop(self, key: K) -> None:
         with self._lock:
-            for key in [key for key in self._values if wanted(key)]:
+            if key in self._values:
                 self._total -= self._weight(self._values.pop(key))

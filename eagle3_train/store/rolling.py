@@ -9,6 +9,7 @@ readers/, workers/  what the two sides say of themselves (`signs`)
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -137,6 +138,7 @@ class RollingStore(Store):
         self._course: Course | None = None
         self._sign: Sign | None = None
         self._last_use = 0  # that any step has asked for
+        self._moving = threading.Lock()  # the reading thread opens, the training one closes
         self._watch = Watch(
             "capture worker",
             60 * limit_minutes,
@@ -173,14 +175,13 @@ class RollingStore(Store):
 
     def release(self, step: int) -> None:
         assert self._course
-        held = self._course.held(self._course.mark(step), self._last_use)
-
-        def is_past(shard: int) -> bool:
-            return not any(first <= shard < behind for first, behind in held)
-
-        for store in (self, self._later):
-            store._shards.drop(is_past)
-            store._entries = {shard: entry for shard, entry in store._entries.items() if not is_past(shard)}
+        with self._moving:
+            held = self._course.held(self._course.mark(step), self._last_use)
+            for store in (self, self._later):
+                for shard in list(store._entries):
+                    if not any(first <= shard < behind for first, behind in held):
+                        store._shards.drop(shard)
+                        del store._entries[shard]
 
     def saved(self, step: int) -> None:
         assert self._course
@@ -199,7 +200,8 @@ class RollingStore(Store):
         limit of a collective."""
         epochs = plan.batch_epochs(step)
         shards = shards_of(plan.batch(step), len(self), self.spec.n_shards)
-        self._last_use = max(self._last_use, int((epochs * self.spec.n_shards + shards).max()))
+        with self._moving:
+            self._last_use = max(self._last_use, int((epochs * self.spec.n_shards + shards).max()))
         later = epochs > 0 if self._later is not self else np.zeros(len(epochs), bool)
         for store, wanted in ((self, shards[~later]), (self._later, shards[later])):
             self._wait_for(store, np.unique(wanted).tolist(), cancelled)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervise import supervise, tail
+from launch.supervise import last_words, supervise, tail
 
 
 def script(text: str) -> list[str]:
@@ -101,6 +101,7 @@ def test_failure_has_exit_code_and_last_lines(tmp_path: Path) -> None:
     assert supervise(script("pass"), tmp_path, "x1").state == "done"
     assert status(tmp_path)["attempt"] == 2
     assert "line 99" in (tmp_path / "log.txt").read_text()  # the log of the first attempt is kept
+    assert last_words(tmp_path) == []  # and is not the second's
 
 
 def test_a_killed_command_is_told_from_a_failed_one(tmp_path: Path) -> None:

@@ -96,8 +96,13 @@ def test_a_plan_on_paper(tmp_path: Path) -> None:
     head = 3 * 8192**2 + 2 * 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672 + 32000 * 8192
     assert f"exchanges {3 * 4 * head * 7 / 8 / 2**30:.2f} GiB a step" in text  # fsdp2 on eight nodes
     assert f"{24 * 4_248_000 / 2**20:.0f} MiB of the store's index" in text
-    with pytest.raises(ValueError, match=r"target\.shape has no 'hidden_size'"):
-        plan([f"paths.outputs={tmp_path}", "target.shape={num_hidden_layers: 2}"])
+    cfg = config.compose([f"paths.outputs={tmp_path}"])
+    assert cost.shape_of(cfg) == cost.Shape.of(SMOLLM2)
+    cfg.target.model = "/another"  # of which the sizes in conf/target/ are not
+    assert cost.shape_of(cfg) is None
+    cfg.target.shape = {"hidden_size": 8}
+    with pytest.raises(ValueError, match=r"target\.shape has no 'num_attention_heads'"):
+        cost.shape_of(cfg)
 
 
 def test_a_plan_is_near_what_the_study_then_takes(tmp_path: Path, tiny_target: Path) -> None:
@@ -126,7 +131,8 @@ def test_fixed_steps_are_passes_over_the_data(cfg: Config) -> None:
 
 
 def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> None:
-    overrides = [f"paths.outputs={tmp_path}", "corpus.sequences=256", "corpus.max_length=512"]
+    overrides = [f"paths.outputs={tmp_path}", "corpus.sequences=256", "corpus.max_length=512", "target.model=/other"]
+    overrides += ["plan.tokens_per_sequence=null"]
     study = plan(overrides)
     assert "at most 131,072 tokens; disk and FLOPs are known once" in describe(study)
     write_json(Path(study.cfg.paths.target) / "config.json", SMOLLM2)

@@ -81,7 +81,7 @@ def test_a_point_that_fails_is_expected_no_more_and_stops_nobody(bench: Bench) -
     assert len(bench.calls("trained")) == 1
     assert len(bench.calls("rolled")) == 1
     assert "the loss is not finite" in out
-    assert not list((bench.study / "rolling").glob("*.json"))
+    assert not list((bench.study / "rolling").glob("0-*.json"))
 
 
 def test_groups_follow_each_other(bench: Bench) -> None:

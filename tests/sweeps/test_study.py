@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -202,10 +203,12 @@ def test_a_study_larger_than_its_store_says_what_more_to_capture(bench: Bench) -
 
 
 def test_a_dry_run_does_nothing(bench: Bench) -> None:
-    out = bench.run(*TWO, "dry_run=true", "corpus.sequences=256", "corpus.max_length=512")
+    out = bench.run(*TWO, "dry_run=true", "corpus.sequences=256", "launch.tflops=0.1")
     assert "2 points, 0 done" in out
     assert all(name in out for name in ("eagle3-x1-s0-", "eagle3-x2-s0-"))
-    assert "256 sequences, at most 131,072 tokens" in out
+    assert "256 sequences, about 93,184 tokens, about 72,684 of them supervised" in out
+    assert "disk: about 409 MiB" in out
+    assert re.search(r"about \S+ FLOPs to capture, about \S+ to train all points, \S+ at launch.tflops=0.1", out)
     assert list(bench.folder.iterdir()) == []
 
 

@@ -35,6 +35,15 @@ def test_several_processes_on_this_machine(bench: Bench) -> None:
     assert len(bench.calls("capture")) == 2  # done: no process is started
 
 
+def test_what_the_user_got_wrong_is_one_line_of_one_rank(bench: Bench) -> None:
+    out = bench.run("capture", "launch.nproc_per_node=2", code=1)  # nothing is prepared
+    said = [line for line in out.splitlines() if line.startswith("capture | error: ")]
+    assert len(said) == 1
+    assert "corpus/report.json" in said[0]
+    assert "Traceback" not in out
+    assert "capture: failed: exit code 2" in out
+
+
 def test_a_single_process_engine_is_refused_for_many(bench: Bench) -> None:
     out = bench.run("train", "engine=single", "launch.nproc_per_node=2", code=2)
     assert "engine=single is one process, but launch asks for 1 x 2: use engine=ddp" in out
