@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SMALL = (
     "study=quickstart", "corpus.sequences=12", "corpus.validation_sequences=6", "corpus.max_length=192",
