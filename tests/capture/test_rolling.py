@@ -16,7 +16,7 @@ from eagle3_train.capture.passes import announce_rolling, cap_bytes, make_stream
 from eagle3_train.capture.plan import plan
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
-from eagle3_train.store import BatchPlan, Rolling, RollingStore, Sequence
+from eagle3_train.store import BatchPlan, Rolling, RollingStore, Sequence, plan_of
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT
 from tests.capture.test_capture import study, write_chats
@@ -88,8 +88,7 @@ def test_a_run_gets_the_states_of_every_epoch_and_nothing_is_left(cfg: Config) -
     for worker in workers:
         worker.start()
     store = RollingStore.open(cfg.paths.store, keeps_fp8=cfg.reads_copies)
-    reading = dict(cfg.reading)
-    batches = BatchPlan(store.index.n_tokens[: reading.pop("rows")], store.fingerprint, **reading)
+    batches = plan_of(store.index.n_tokens, store.fingerprint, cfg.reading)
     seen = read_all(cfg, store, batches)
     for worker in workers:
         worker.join(60)
