@@ -46,6 +46,10 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
         )
         if outcome.state == "done" and not job.finish():
             reason = "it ended well, but what it should have written is missing"
+            if terminator(job):  # for srun, all is well where a node of the job has gone down
+                reason += ": as a rule, a node of it went down"
+                note_end(job.folder, "stopped", reason)
+                return Outcome("preempted", outcome.seconds, reason)
             note_end(job.folder, "failed", reason)
             return Outcome("failed", outcome.seconds, reason, last_words(job.folder))
         return outcome

@@ -50,7 +50,8 @@ def main() -> int:
     if outcome.state == "done":
         return 0
     if cut_short(outcome) and _attempt(job) < job.cfg.launch.slurm.attempts:
-        _scontrol("requeue", _id())
+        # Refused where SLURM has requeued it already, since a node went down.
+        subprocess.run(["scontrol", "requeue", _id()], check=False)
     elif job.step in TRAINS:
         give_up(job)
     return 1

