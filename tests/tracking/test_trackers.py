@@ -126,7 +126,7 @@ def test_wandb_offline_run_is_read_back_by_wandb(tmp_path: Path, monkeypatch: py
     run = next(r["run"] for r in records if "run" in r)
     assert (run["project"], run["run_group"], run["display_name"]) == ("proof", "quickstart", cfg.point_name)
     assert run["run_id"].startswith(cfg.point_name)
-    assert run["config"]["update"]["data"] == {"scale": 2, "base_sequences": 32}
+    assert run["config"]["update"]["data"] == {"scale": 2, "base_sequences": 32, "base_tokens": None, "window": None}
     history = [r["history"]["item"] for r in records if "history" in r]
     assert [(h["_step"], h["loss"]) for h in history] == [(1, 1.5), (2, 1.25)]
     assert history[0]["loss_steps/1"] == 2.0
