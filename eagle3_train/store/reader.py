@@ -30,6 +30,7 @@ RUN = (
     16  # neighbouring row groups whose small columns are read at once: half a GiB of states, a few hundred KiB of these
 )
 OPEN_SHARDS = 128
+SMALL_BATCH_BYTES = 32 << 20  # on a disk, a smaller batch is copied sooner than it is handed to threads
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -154,6 +155,8 @@ class Store:
 
         shards, groups, numbers, offsets = (a.tolist() for a in self._places(wanted))
         sizes = lengths.tolist()
+        if self.folder.is_local and batch.nbytes < SMALL_BATCH_BYTES:
+            readers = None
         states = (readers.map if readers else map)(read_states, sizes, ends.tolist(), shards, offsets)
         columns = list(map(columns_of, wanted.tolist(), sizes, shards, groups, numbers))
         sequences = []
