@@ -233,7 +233,8 @@ def test_both_sides_of_a_rolling_store_run_in_coupled_jobs(bench: Bench, limited
 
 
 def test_a_job_that_needs_longer_than_its_time_limit_is_requeued_until_it_is_done(limited: Bench) -> None:
-    # SLURM looks at time limits now and then: the signal comes half a minute to one and a half after the start. No node of this study was set down.
+    # SLURM looks at time limits now and then: the signal comes half a minute to one and a half after the start. No
+    # node of this study was set down.
     wait_for_the_end(limited)
     assert attempts(limited, NAMES[0]) > 1
     assert states(limited)[NAMES[0]] == "done"
