@@ -141,6 +141,8 @@ def _load_folders(folders: list[Path]) -> Table:
             rows.append({**_identity(configs.get(i, {})), "status": FAILED, "reason": str(e)})
             notes.append(f"point {folder.name} has no result and takes no part in any fit: {e}")
         rows[-1] |= {"point": folder.name, "folder": str(folder)}
+        if folder.is_symlink():  # a point that another study has done is this study's too
+            rows[-1]["study"] = folder.parent.name
         rows[-1].setdefault("study", folder.parent.name)
         if (folder / "metrics.jsonl").exists():
             metrics[i] = _read_lines(folder / "metrics.jsonl")

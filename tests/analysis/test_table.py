@@ -56,6 +56,17 @@ def test_points_without_a_result_stay_with_their_reason(study: Path, tmp_path: P
     assert table.runs.set_index("point").loc[first.name, "data_scale"] == 1  # from its configuration
 
 
+def test_a_point_shared_with_another_study_belongs_to_the_one_that_is_read(study: Path, tmp_path: Path) -> None:
+    first, *others = sorted(p for p in study.iterdir() if p.is_dir())
+    (tmp_path / "wider").mkdir()
+    (tmp_path / "wider" / first.name).symlink_to(first)
+    for folder in others:
+        result = json.loads((folder / "result.json").read_text()) | {"study": "wider"}
+        copy = shutil.copytree(folder, tmp_path / "wider" / folder.name)
+        (copy / "result.json").write_text(json.dumps(result))
+    assert set(load_runs(tmp_path / "wider").runs["study"]) == {"wider"}
+
+
 def test_another_schema_is_refused(study: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(study, tmp_path / "copy")
     path = next(copy.glob("*/result.json"))
