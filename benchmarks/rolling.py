@@ -136,12 +136,12 @@ def measured() -> Iterator[list[float]]:
 
 
 @contextmanager
-def peak(store: Path) -> Iterator[list[int]]:
-    """Bytes of shards in the folder, finished or not, looked at a hundred times a second."""
+def peak(store: Path, every_s: float = 0.01) -> Iterator[list[int]]:
+    """Bytes of shards in the folder, finished or not, looked at all the time."""
     sizes, ended = [0], threading.Event()
 
     def look() -> None:
-        while not ended.wait(0.01):
+        while not ended.wait(every_s):
             total = 0
             for path in (*store.glob("*shard-*"), *store.glob("kept/*shard-*")):
                 try:

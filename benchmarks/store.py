@@ -134,21 +134,13 @@ def read_plan(path: Path) -> Iterator[Tensors]:
     return (collate_store(store.read_batch(plan.batch(s), READERS_OF_TRAINING)) for s in range(len(plan)))
 
 
-def read_raw(path: Path) -> Iterator[Tensors]:
-    """Plain read() calls, which give new bytes each, as a reader of batches must."""
+def read_raw(path: Path, one_buffer: bool = False) -> Iterator[Tensors]:
+    """Plain read() calls, which give new bytes each, as a reader of batches must. `one_buffer`: into one that stays in
+    the processor's caches, faster than any reader whose batches are kept."""
+    buffer = memoryview(bytearray(RAW_CHUNK)) if one_buffer else None
     for file in sorted(path.glob("shard-*")):
         with open(file, "rb", buffering=0) as f:
-            while f.read(RAW_CHUNK):
-                pass
-    yield {}
-
-
-def read_raw_into(path: Path) -> Iterator[Tensors]:
-    """The same into one buffer that stays in the processor's caches: faster than any reader whose batches are kept."""
-    buffer = memoryview(bytearray(RAW_CHUNK))
-    for file in sorted(path.glob("shard-*")):
-        with open(file, "rb", buffering=0) as f:
-            while f.readinto(buffer):
+            while f.read(RAW_CHUNK) if buffer is None else f.readinto(buffer):
                 pass
     yield {}
 
@@ -210,7 +202,7 @@ WRITERS = {"store": write_store, "raw": write_raw, "torch_save": write_torch_sav
 # contender -> (how it reads, whose files)
 READERS: dict[str, tuple[Callable[[Path], Iterator[Tensors]], str]] = {
     "raw": (read_raw, "store"),
-    "raw, one buffer": (read_raw_into, "store"),
+    "raw, one buffer": (partial(read_raw, one_buffer=True), "store"),
     "store": (read_store, "store"),
     "store, shuffled": (read_plan, "store"),
     "store, one thread": (partial(read_store, readers=None), "store"),

@@ -533,14 +533,13 @@ class Config:
     @property
     def reading(self) -> dict[str, int | None]:
         """What decides when a point reads which rows of a store: what `store.plan_of` takes."""
-        steps = self.train.steps if self.train.regime == "steps" else None
         return {
             "rows": self.data.sequences,
             "tokens": self.data.tokens,
             "seed": self.seed,
             "batch_tokens": self.train.batch_tokens,
             "epochs": self.train.epochs if self.train.regime == "epochs" else None,
-            "steps": steps,
+            "steps": self.train.steps if self.train.regime == "steps" else None,
             "window": self.data.window,
         }
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from glob import escape
@@ -68,6 +68,15 @@ def append_line(path: Path, text: str) -> None:
         f.seek(max(0, f.tell() - 1))
         begin = b"" if f.read(1) in (b"", b"\n") else b"\n"
         f.write(begin + text.encode() + b"\n")  # in one piece, at the end, whoever else writes
+
+
+def json_lines(lines: Iterable[str]) -> list[Any]:
+    """What these lines of a log hold. One that a killed writer cut, or that is being written, is left out."""
+    found = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from eagle3_train.config import Config
 from eagle3_train.console import say
-from eagle3_train.files import read_json, read_object, write_json
+from eagle3_train.files import json_lines, read_json, read_object, write_json
 from launch.jobs import Job
 from launch.local import run
 from launch.supervise import Outcome, cut_short
@@ -161,8 +159,5 @@ def _share(times: Sequence[tuple[float, float]]) -> float:
 
 
 def _captured(log: Path, session: str) -> list[Mapping[str, Any]]:
-    lines = []
-    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(text))
+    lines = json_lines(log.read_text(encoding="utf-8").splitlines() if log.is_file() else [])
     return [line for line in lines if line["session"] == session]

@@ -147,7 +147,7 @@ def is_measured(cfg: Config, folder: Path) -> bool:
     if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)) or is_of_another_store(cfg, folder):
         return False
     replayed = result.get("transcripts", {})
-    if any(_fingerprint(cfg, f"transcripts/{t.name}/") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
+    if any(_fingerprint(cfg, f"transcripts/{t.name}") not in (None, replayed.get(t.name)) for t in cfg.eval.tasks):
         return False
     if not (cfg.eval.decode and cfg.eval.decode_tasks):
         return True
@@ -184,7 +184,7 @@ def set_aside(cfg: Config, folder: Path) -> None:
 
 def _fingerprint(cfg: Config, part: str = "") -> str | None:
     """Of the training store, or of one inside it, by its manifest; None where there is none."""
-    path = inside(cfg.paths.store, f"{part}manifest.json") if part else training_manifest(cfg)
+    path = inside(cfg.paths.store, f"{part}/manifest.json") if part else training_manifest(cfg)
     return _read(path).get("fingerprint")
 
 

@@ -51,11 +51,11 @@ def retry(cfg: Config, names: Sequence[str]) -> None:
     if not chosen:
         say("no job of this study has failed")
         return
-    if cfg.rolls or any(config.load(found.folder / "config.yaml").rolls for found in chosen):
+    settings = [config.load(found.folder / "config.yaml") for found in chosen]
+    if cfg.rolls or any(resolved.rolls for resolved in settings):
         raise ValueError("with store.mode=rolling give `eagle3 study` again: it captures for the points that are left")
     jobs = []
-    for found in chosen:
-        resolved = config.load(found.folder / "config.yaml")
+    for found, resolved in zip(chosen, settings, strict=True):
         resolved.launch = cfg.launch
         step = "point" if found.is_point else found.name.partition("-")[0]
         jobs.append(Job(step, resolved))

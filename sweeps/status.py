@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eagle3_train import config
 from eagle3_train.console import console, duration, say
-from eagle3_train.files import read_json
+from eagle3_train.files import json_lines, read_json
 from launch.jobs import SHARED, Job
 from launch.lock import holder_of
 from launch.supervise import last_words, tail
@@ -161,14 +161,8 @@ def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:
 
 def _progress(metrics: Path) -> dict[str, Any]:
     """Step, steps, tokens/s and time left, as the last lines of the training log have them."""
-    rows = []
-    for line in tail(metrics, lines=20):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # the first is cut by reading the end only, the last is being written
-            continue
-        if "step" in row:
-            rows.append(row)
+    # The first line is cut by reading the end only, the last may be being written.
+    rows = [row for row in json_lines(tail(metrics, lines=20)) if "step" in row]
     values: dict[str, Any] = {"step": None, "steps": None, "tokens_per_s": None, "seconds_left": None}
     if not rows:
         return values

@@ -105,7 +105,12 @@ def _not_done(study: Study, report: Report | None = None) -> list[Point]:
 
 
 def _readings(points: Sequence[Point]) -> dict[str, dict[str, int | None]]:
-    return {p.name: p.cfg.reading for p in points if p.cfg.train.regime != "none"}
+    return {p.name: p.cfg.reading for p in points if _reads(p)}
+
+
+def _reads(point: Point) -> bool:
+    """Whether a point reads the training store."""
+    return point.cfg.train.regime != "none"
 
 
 def adopt(point: Point) -> bool:
@@ -140,8 +145,8 @@ def coupled_batches(study: Study, left: list[Point], data: Mapping[str, str]) ->
     """The points; with a rolling store, so many at once as share its passes, each group with an array of workers that
     start beside it, one group after the other. Whether the groups fit the cap is seen when the workers start."""
     launch = study.cfg.launch
-    reading = [p for p in left if p.name in _readings(left)] if study.cfg.rolls else []
-    others = [Job("point", p.cfg) for p in left if p not in reading]
+    reading = [p for p in left if study.cfg.rolls and _reads(p)]
+    others = [Job("point", p.cfg) for p in left if not (study.cfg.rolls and _reads(p))]
     found = [slurm.Batch("points", others, data, at_once=launch.slurm.points_at_once)] if others else []
     before: dict[str, str] = {}
     size = launch.rolling.points_at_once

@@ -17,10 +17,11 @@ from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line
-from eagle3_train.store import Rolling, Stream, check_spec, inside, shard_name, shard_number
+from eagle3_train.store import Rolling, check_spec, inside, shard_name, shard_number
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT, kept_spec
 from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_signs
+from eagle3_train.store.stream import within
 from eagle3_train.target import prepare_target
 
 from .backend import Backend, open_backend
@@ -62,9 +63,8 @@ class Roller:
         self.cfg, self.worker, self.job, self.rolling = cfg, worker, job, rolling
         self.rank, self.world, self.cap = rank, world, cap_bytes(cfg)
         self.shards_in, self.copies_in = Folder(job.path), Folder(inside(job.path, KEPT))
-        self.runs: Mapping[str, Reading] = {}
-        self.stream = Stream({}, make_stream(cfg, rolling, job.lengths, {}).shard_bytes)
-        self._read_runs()
+        self.runs: Mapping[str, Reading] = expected_runs(cfg)
+        self.stream = make_stream(cfg, rolling, job.lengths, self.runs)
         self.captured, self.busy_s, self.waited_s = 0, 0.0, 0.0
         self._looked = 0.0
         self._last: tuple[Any, ...] = ()  # marks and reach at the last look
@@ -150,7 +150,7 @@ class Roller:
         for folder, live in zip((self.shards_in, self.copies_in), self.stream.on_disk(marks, reach), strict=True):
             for name in folder.sizes():
                 number = shard_number(name)
-                if number is not None and not any(first <= number < behind for first, behind in live):
+                if number is not None and not within(number, live):
                     with suppress(FileNotFoundError):  # another worker was first
                         folder.remove(name)
 
@@ -167,7 +167,7 @@ class Roller:
             missing = [
                 (folder, of)
                 for (folder, of, live), there in zip(places, present, strict=True)
-                if name not in there and any(first <= shard < behind for first, behind in live)
+                if name not in there and within(shard, live)
             ]
             if missing:
                 return shard, missing

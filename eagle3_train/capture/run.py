@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.corpus import read_rows
 from eagle3_train.device import resolve_device, tune_allocator
-from eagle3_train.files import append_line
+from eagle3_train.files import append_line, json_lines
 from eagle3_train.store import ShardWriter, StoreSpec, finalize, missing_shards, write_origin
 from eagle3_train.target import prepare_target
 
@@ -144,10 +144,7 @@ class Worker:
 
 def _summary(log: Path) -> dict[str, Any]:
     """Totals of the log by store; the last line of a shard counts. A line that a killed writer cut counts nothing."""
-    lines = []
-    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(text))
+    lines = json_lines(log.read_text(encoding="utf-8").splitlines() if log.is_file() else [])
     shards = {(line["store"], line["shard"]): line for line in lines}
     totals: dict[str, dict[str, Any]] = {}
     for line in shards.values():

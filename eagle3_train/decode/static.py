@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.loop import Proposal, Verdict
-from eagle3_train.decode.sampling import GREEDY, Sampling, draw
-from eagle3_train.decode.tree import TreeHead, follow
+from eagle3_train.decode.loop import Proposal
+from eagle3_train.decode.sampling import GREEDY, Sampling
+from eagle3_train.decode.tree import FollowedTree, TreeHead
 
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class StaticTree:
+class _Level:
+    """The m nodes of one depth, of which the p that have children are expanded."""
+
+    parents: list[int]  # [m], among the expanded nodes of the level above
+    ranks: list[int]  # [m]
+    expanded: list[int]  # [p], among the m
+    visible: list[list[bool]]  # [p, expanded nodes so far]: those on each one's path, itself included
+
+
+@dataclass(frozen=True)
+class StaticTree(FollowedTree):
     """A tree whose nodes are `choices`: each the ranks, 0 the most likely, of the tokens on its path from the root.
 
     Any head can draft it. A Medusa head's guesses do not depend on the path, so its tree is a set of products of the
-    positions' candidates, as in the paper. Deterministic given the head's logits: verified as `Tree`.
+    positions' candidates, as in the paper.
     """
 
     choices: tuple[Path, ...]
@@ -39,6 +50,33 @@ class StaticTree:
     def shape(self) -> str:
         return f"static tree {self.depth}/{len(self.choices)}"
 
+    @cached_property
+    def _nodes(self) -> list[Path]:
+        """By depth: the order of the proposal."""
+        return sorted(self.choices, key=lambda path: (len(path), path))
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        """Row of each node's parent; -1: the root."""
+        rows = {path: row for row, path in enumerate(self._nodes)}
+        return [rows.get(path[:-1], -1) for path in self._nodes]
+
+    @cached_property
+    def _levels(self) -> list[_Level]:
+        inner = {path[:-1] for path in self._nodes}
+        above: list[Path] = [()]
+        expanded: list[Path] = []
+        levels = []
+        for depth in range(1, self.depth + 1):
+            nodes = [path for path in self._nodes if len(path) == depth]
+            kept = [i for i, path in enumerate(nodes) if path in inner]
+            parents = [above.index(path[:-1]) for path in nodes]
+            above = [nodes[i] for i in kept]
+            expanded += above
+            visible = [[path[: len(other)] == other for other in expanded] for path in above]
+            levels.append(_Level(parents, [path[-1] for path in nodes], kept, visible))
+        return levels
+
     def propose(
         self,
         head: TreeHead,
@@ -49,36 +87,18 @@ class StaticTree:
         generator: torch.Generator | None = None,
     ) -> Proposal:
         """All nodes, whatever `room` is left, as `Tree` does."""
-        nodes = sorted(self.choices, key=lambda path: (len(path), path))
-        rows = {path: row for row, path in enumerate(nodes)}
-        inner = {path[:-1] for path in nodes}
-        level: list[Path] = [()]  # the nodes that `h` and `logits` are of
         h, logits = h[None], logits[None]
-        tokens: list[Tensor] = []
-        expanded: list[Path] = []
-        for depth in range(1, self.depth + 1):
-            children = [path for path in nodes if len(path) == depth]
-            best = logits.topk(1 + max(path[-1] for path in children)).indices
-            parent = torch.tensor([level.index(path[:-1]) for path in children], device=best.device)
-            rank = torch.tensor([path[-1] for path in children], device=best.device)
-            found = head.target_ids(best[parent, rank])
-            tokens.append(found)
-            kept = [i for i, path in enumerate(children) if path in inner]
-            if kept:
-                level = [children[i] for i in kept]
-                expanded += level
-                visible = [[path[: len(other)] == other for other in expanded] for path in level]
-                h, logits = head.expand(
-                    state, found[kept], h[parent[kept]], depth, torch.tensor(visible, device=best.device)
-                )
         device = logits.device
+        tokens: list[Tensor] = []
+        for depth, level in enumerate(self._levels, 1):
+            parent = torch.tensor(level.parents, device=device)
+            best = logits.topk(1 + max(level.ranks)).indices
+            tokens.append(head.target_ids(best[parent, torch.tensor(level.ranks, device=device)]))
+            if level.expanded:
+                visible = torch.tensor(level.visible, device=device)
+                h, logits = head.expand(state, tokens[-1][level.expanded], h[parent[level.expanded]], depth, visible)
         return Proposal(
             torch.cat(tokens),
-            depths=torch.tensor([len(path) - 1 for path in nodes], device=device),
-            parents=torch.tensor([rows.get(path[:-1], -1) for path in nodes], device=device),
+            depths=torch.tensor([len(path) - 1 for path in self._nodes], device=device),
+            parents=torch.tensor(self._parents, device=device),
         )
-
-    def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
-        assert proposal.parents is not None
-        choice = draw(logits, self.sampling, generator).tolist()
-        return follow(proposal.tokens.tolist(), proposal.parents.tolist(), choice)

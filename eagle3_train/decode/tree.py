@@ -76,17 +76,26 @@ def _next(
     return _Frontier(rows[best], tokens[best], h[parent], scores[best], torch.cat((old.seen[parent], own), 1))
 
 
+class FollowedTree:
+    """A tree whose candidates are deterministic given the head's logits, so that sampled verification needs no q: the
+    target's own draw decides (multi-round rejection of point masses is the same thing)."""
+
+    sampling: Sampling
+
+    def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
+        assert proposal.parents is not None
+        choice = draw(logits, self.sampling, generator).tolist()
+        return follow(proposal.tokens.tolist(), proposal.parents.tolist(), choice)
+
+
 @dataclass(frozen=True)
-class Tree:
+class Tree(FollowedTree):
     """EAGLE-2's dynamic tree.
 
     From each of the `top_k` most confident nodes of a level the `top_k` most likely tokens are drafted, `depth` levels
     deep. Confidence is the product of the head's probabilities along the path. Of all candidates the `total` most
     confident are verified; a parent is at least as confident as its children and comes first in ties, so paths are
     whole.
-
-    The candidates are deterministic, so sampled verification needs no q: the target's own draw decides (multi-round
-    rejection of point masses is the same thing).
     """
 
     depth: int
@@ -124,11 +133,6 @@ class Tree:
     def _best(self, head: TreeHead, logits: Tensor) -> tuple[Tensor, Tensor]:
         best = logits.float().log_softmax(-1).clamp_max(0).topk(min(self.top_k, logits.shape[-1]))
         return head.target_ids(best.indices), best.values
-
-    def verify(self, proposal: Proposal, logits: Tensor, generator: torch.Generator | None) -> Verdict:
-        assert proposal.parents is not None
-        choice = draw(logits, self.sampling, generator).tolist()
-        return follow(proposal.tokens.tolist(), proposal.parents.tolist(), choice)
 
 
 def prune(candidates: _Candidates, total: int) -> Proposal:

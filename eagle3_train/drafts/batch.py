@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -61,6 +62,19 @@ class DraftBatch:
     @property
     def n_tokens(self) -> int:
         return self.starts[-1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(b - a for a, b in pairwise(self.starts))
+
+    @cached_property
+    def every_token(self) -> StepRows:
+        """All tokens as rows of step 0, in the order of the batch."""
+        starts = torch.tensor(self.starts, device=self.input_ids.device)
+        anchors = torch.arange(self.n_tokens, device=starts.device)
+        positions = anchors - starts[:-1].repeat_interleave(starts.diff())
+        return StepRows(anchors, positions, None, [(a, a, b - a) for a, b in pairwise(self.starts)])
 
     @classmethod
     def collate(
@@ -175,14 +189,6 @@ def plan_rows(segments: list[Segment], steps: int, device: torch.device) -> list
 
         plan.append(StepRows(flat(anchors), flat(positions), flat(keep) if i else None, parts))
     return plan
-
-
-def every_token(batch: DraftBatch) -> StepRows:
-    """All tokens as rows of step 0, in the order of the batch."""
-    starts = torch.tensor(batch.starts, device=batch.input_ids.device)
-    anchors = torch.arange(batch.n_tokens, device=starts.device)
-    positions = anchors - starts[:-1].repeat_interleave(starts.diff())
-    return StepRows(anchors, positions, None, [(a, a, b - a) for a, b in pairwise(batch.starts)])
 
 
 def supervised_counts(

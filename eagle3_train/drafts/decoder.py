@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle3_train.drafts.attention import attend
 from eagle3_train.drafts.base import DraftState
-from eagle3_train.drafts.batch import DraftBatch, StepRows, every_token
+from eagle3_train.drafts.batch import DraftBatch, StepRows
 from eagle3_train.drafts.layer import MLP, Attention, Dims, RMSNorm, Rotary
 
 
@@ -51,8 +51,8 @@ class Unrolled:
 
     def __init__(self, rotary: Rotary, kind: str, batch: DraftBatch, k0: Tensor, v0: Tensor) -> None:
         self.rotary, self.kind, self.v0 = rotary, kind, v0
-        self.longest = max(b - a for a, b in pairwise(batch.starts))  # of the documents
-        self.k0 = rotary.rotate(k0, every_token(batch).positions, self.longest)
+        self.longest = batch.longest
+        self.k0 = rotary.rotate(k0, batch.every_token.positions, self.longest)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -74,11 +74,10 @@ class Unrolled:
 
 def causal_layer(layer: DecoderLayer, rotary: Rotary, kind: str, batch: DraftBatch, x: Tensor) -> Tensor:
     """A layer over all N rows of a batch, each document for itself. x and the result [N, H], un-normed."""
-    rows = every_token(batch)
-    longest = max(n for _, _, n in rows.segments)
+    rows = batch.every_token
     inner = layer.input_layernorm(x)
     k, v = layer.self_attn.key_value(inner)
-    q, k = (rotary.rotate(t, rows.positions, longest) for t in (layer.self_attn.query(inner), k))
+    q, k = (rotary.rotate(t, rows.positions, batch.longest) for t in (layer.self_attn.query(inner), k))
     none = k.new_zeros(0, *k.shape)
     return layer.finish(x, attend(q, k, v, none, none, rows.segments, kind))
 

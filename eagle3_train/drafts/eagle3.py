@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle3_train.config import DraftConfig
 from eagle3_train.drafts.base import DraftState, StepLoss, TargetPart
-from eagle3_train.drafts.batch import DraftBatch, StepRows, every_token, find_segments, plan_rows
+from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
 from eagle3_train.drafts.decoder import Unrolled
 from eagle3_train.drafts.layer import Dims, Layer, RMSNorm, Rotary, rope_inverse_frequencies
 from eagle3_train.drafts.on_target import TargetHead
@@ -132,7 +132,7 @@ class Eagle3(TargetHead):
         """
         device = batch.input_ids.device
         plan = plan_rows(find_segments(batch.loss_mask, batch.starts), self.steps, device)
-        all_tokens = every_token(batch)
+        all_tokens = batch.every_token
         # Position t carries the embedding of x_{t+1}. A document's last one borrows its neighbour's: no anchor sees it.
         embedded = self._embed(batch.input_ids.roll(-1), batch.hidden.dtype)
         hidden = self._fuse(batch.hidden[:, :-1])

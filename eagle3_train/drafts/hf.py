@@ -48,6 +48,7 @@ class HFDraft(Draft):
         self.vocab = DraftVocab(np.arange(vocab.target_size), vocab.target_size, coverage=1.0)
         self.frozen_parameters = 0
         self.model: Any = load_target(cfg.hf.model, torch.float32, torch.device("cpu"))
+        self._cache_argument = cache_argument(self.model)
         first = self.model.config.get_text_config().bos_token_id
         self.first: list[int] = [] if first is None else [first]
         _expect_croppable(cfg.hf.model, self._new_cache())
@@ -113,7 +114,7 @@ class HFDraft(Draft):
 
     def _run(self, state: HFState, tokens: Tensor, **more: Any) -> Tensor:
         """Logits [rows, V] of tokens behind what the cache holds."""
-        out = self.model(input_ids=tokens[None], use_cache=True, **{cache_argument(self.model): state.cache}, **more)
+        out = self.model(input_ids=tokens[None], use_cache=True, **{self._cache_argument: state.cache}, **more)
         return self._fit(out.logits[0])
 
     def _shown(self, ids: Tensor) -> Tensor:

@@ -110,11 +110,12 @@ class BatchPlan:
 
         Loads (tokens) differ by at most one sequence. A rank is empty only where the batch has fewer rows than ranks.
         """
-        return self._shares(step, world)[rank].copy()
+        rows, shares = self._shares(step, world)
+        return rows[shares[rank]]
 
     def rank_epochs(self, step: int, rank: int, world: int) -> np.ndarray:
         """Epoch of each of `rank_rows`."""
-        return self.batch_epochs(step)[_spread(self.lengths[self.batch(step)], world)[rank]]
+        return self.batch_epochs(step)[self._shares(step, world)[1][rank]]
 
     def micro_batches(
         self, step: int, rank: int, world: int, micro_tokens: int | None, padded: bool = False
@@ -126,13 +127,14 @@ class BatchPlan:
         Every rank gets the same number of them, since sharded engines communicate in each: a rank that would need fewer
         splits some. One is empty only where the rank has fewer rows than another needs passes. None: one pass.
         """
-        shares = self._shares(step, world)
+        mine = self.rank_rows(step, rank, world)
         if micro_tokens is None:
-            return [shares[rank].copy()]
+            return [mine]
+        rows, shares = self._shares(step, world)
         cut = _by_length if padded else _first_fit
-        packed = [cut(self.lengths[rows], micro_tokens) for rows in shares]
+        packed = [cut(self.lengths[rows[share]], micro_tokens) for share in shares]
         count = max(len(p) for p in packed)
-        return [shares[rank][b] for b in _split_up(packed[rank], self.lengths[shares[rank]], count)]
+        return [mine[b] for b in _split_up(packed[rank], self.lengths[mine], count)]
 
     def tokens_before(self, step: int) -> int:
         """Tokens in all batches before `step`, 0 <= step <= len(plan)."""
@@ -195,9 +197,10 @@ class BatchPlan:
         before = order.window_ends[number - 1] if number else 0
         return _Window(rows, before + np.cumsum(self.lengths[rows], dtype=np.int64))
 
-    def _compute_shares(self, step: int, world: int) -> list[np.ndarray]:
+    def _compute_shares(self, step: int, world: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Rows of the batch, and each rank's positions among them."""
         rows = self.batch(step)
-        return [rows[bin_] for bin_ in _spread(self.lengths[rows], world)]
+        return rows, _spread(self.lengths[rows], world)
 
     def _key(self, epoch: int, purpose: str) -> int:
         text = f"{self.fingerprint}:{self.seed}:{epoch}:{purpose}"

@@ -26,9 +26,7 @@ from .verify import Problem, verify
 from .writer import PREFIX, remedy
 
 CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
-RUN = (
-    16  # neighbouring row groups whose small columns are read at once: half a GiB of states, a few hundred KiB of these
-)
+RUN = 16  # neighbouring row groups whose small columns are read at once: some hundred KiB beside half a GiB of states
 OPEN_SHARDS = 128
 SMALL_BATCH_BYTES = 32 << 20  # on a disk, a smaller batch is copied sooner than it is handed to threads
 K = TypeVar("K", bound=Hashable)

@@ -29,7 +29,7 @@ from .plan import BatchPlan
 from .reader import Store, _Shard
 from .schema import SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
 from .signs import READERS, WORKERS, Sign, Watch, read_signs
-from .stream import Course, shards_of
+from .stream import Course, shards_of, within
 from .writer import MAX_ROW_GROUP_ROWS, remedy, shard_rows
 
 ROLLING, KEPT = "rolling.json", "kept"
@@ -179,7 +179,7 @@ class RollingStore(Store):
             held = self._course.held(self._course.mark(step), self._last_use)
             for store in (self, self._later):
                 for shard in list(store._entries):
-                    if not any(first <= shard < behind for first, behind in held):
+                    if not within(shard, held):
                         store._shards.drop(shard)
                         del store._entries[shard]
 

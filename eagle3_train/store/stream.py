@@ -14,6 +14,11 @@ import numpy as np
 from .plan import BatchPlan
 
 Marks = Mapping[str, int]  # run -> its mark
+Ranges = list[tuple[int, int]]  # of shards: [first, behind the last)
+
+
+def within(shard: int, ranges: Ranges) -> bool:
+    return any(first <= shard < behind for first, behind in ranges)
 
 
 def shards_of(rows: np.ndarray, n_rows: int, n_shards: int) -> np.ndarray:
@@ -55,8 +60,8 @@ class Course:
         before = epoch * self._plan.epoch_tokens + (int(self._ends[window - 1]) if window else 0)
         return self.mark(before // self._plan.batch_tokens)
 
-    def held(self, mark: int, use: int) -> list[tuple[int, int]]:
-        """Shards [first, behind the last) of the uses from `mark` to `use`."""
+    def held(self, mark: int, use: int) -> Ranges:
+        """Shards of the uses from `mark` to `use`."""
         use = min(use, self.end - 1)
         if mark > use:
             return []
@@ -66,7 +71,7 @@ class Course:
             return [(first, behind)]
         return [(first, self.shards), (0, self.shards if last_pass - first_pass > 1 else behind)]
 
-    def held_later(self, mark: int, use: int) -> list[tuple[int, int]]:
+    def held_later(self, mark: int, use: int) -> Ranges:
         """Shards that are captured by `use` and needed in a pass behind the first."""
         last_pass = (self.end - 1) // self._n_shards
         if last_pass == 0 or mark >= self.end:
@@ -104,7 +109,7 @@ class Stream:
         uses = range(self.end if self.kept_bytes is None else min(self.end, self.n_shards))
         return sum(any(course.needs(use) for course in self.courses.values()) for use in uses)
 
-    def on_disk(self, marks: Marks, use: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def on_disk(self, marks: Marks, use: int) -> tuple[Ranges, Ranges]:
         """Shards, and kept copies, that are there when the workers have got to `use`: disjoint ranges, ascending."""
         through = use if self.kept_bytes is None else min(use, self.n_shards - 1)
         held = [part for name, course in self.courses.items() for part in course.held(marks[name], through)]
@@ -148,8 +153,8 @@ class Stream:
         return least
 
 
-def _union(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
+def _union(parts: Ranges) -> Ranges:
+    merged: Ranges = []
     for first, behind in sorted(part for part in parts if part[0] < part[1]):
         if merged and first <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(behind, merged[-1][1]))

@@ -63,7 +63,7 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
             say(f"{cfg.point_name}: trained already")
         if world.is_main:
             store.finished(cfg.point_name, cfg.launch.rolling.session)
-        return load_head(cfg, device)  # plain and whole, whatever the engine has made of its own
+        return load_head(cfg, device, store)  # plain and whole, whatever the engine has made of its own
 
 
 def _is_done(cfg: Config) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from eagle3_train.store import (
     Store,
     expect_origin,
     is_rolling,
-    prefix_for_tokens,
     read_target_part,
     token_counts,
 )
@@ -37,26 +35,22 @@ def open_store(cfg: Config) -> Store:
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
     expect_origin(store, cfg.data_identity)
-    used_rows(cfg, store)
+    _require_data(cfg, store)
     return store
 
 
-def used_rows(cfg: Config, store: Store) -> int:
-    """How many rows of the store, its first ones, a point trains on. ValueError where it holds fewer."""
-    lengths, wanted = store.index.n_tokens, cfg.data.sequences
+def _require_data(cfg: Config, store: Store) -> None:
+    """ValueError where the store holds less than a point trains on."""
+    held, wanted = int(store.index.n_tokens.sum(dtype=np.int64)), cfg.data.sequences
     if wanted is None:
         assert cfg.data.tokens is not None
-        held = int(lengths.sum(dtype=np.int64))
-        if cfg.data.tokens <= held:
-            return prefix_for_tokens(lengths, cfg.data.tokens)
-        wanted = math.ceil(len(store) * cfg.data.tokens / held)
+        wanted = -(-len(store) * cfg.data.tokens // held)  # by the mean length; above all rows where tokens are too few
     if wanted > len(store):
         raise ValueError(
             f"data.scale={cfg.data.scale:g} needs {cfg.data}, the store {cfg.paths.store} holds {len(store)} "
-            f"({lengths.sum(dtype=np.int64):,} tokens): capture {wanted - len(store)} more "
+            f"({held:,} tokens): capture {wanted - len(store)} more "
             f"(corpus.sequences={wanted}, then eagle3 prepare and eagle3 capture), or lower data.scale"
         )
-    return wanted
 
 
 def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
@@ -108,9 +102,10 @@ def copy_sharing_buffers(head: Draft) -> Draft:
     return copy.deepcopy(head, {id(buffer): buffer for buffer in head.buffers()}).eval()
 
 
-def load_head(cfg: Config, device: torch.device) -> Draft:
-    """The head of a point, trained: from its newest checkpoint. ValueError where there is none."""
-    head = build_head(cfg, open_store(cfg), device)
+def load_head(cfg: Config, device: torch.device, store: Store | None = None) -> Draft:
+    """The head of a point, trained: from its newest checkpoint. ValueError where there is none. `store`: of
+    `open_store`, where the caller has it."""
+    head = build_head(cfg, store or open_store(cfg), device)
     if trains(cfg, head):
         found = checkpoint.newest(cfg.point_dir / "checkpoints")
         if found is None:
@@ -124,7 +119,7 @@ def load_head(cfg: Config, device: torch.device) -> Draft:
 def head_source(cfg: Config) -> HeadSource:
     """The trained head of a point with what an exported one says of itself."""
     store = open_store(cfg)
-    head = load_head(cfg, torch.device("cpu"))
+    head = load_head(cfg, torch.device("cpu"), store)
     format_of(head, cfg.export.format)  # refuses heads that have none
     assert isinstance(head, Eagle3 | Eagle1 | Medusa)
     # An engine finds the target by its hub id, or by its folder: a converted file's is ours.

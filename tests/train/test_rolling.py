@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.rolling import peak
 from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.store import Rolling, Store, is_rolling
@@ -103,26 +103,8 @@ def end_well(processes: list[Any]) -> None:
 @contextmanager
 def watched(cfg: Config) -> Iterator[list[int]]:
     """Bytes of the training states on disk, unfinished files too, looked at all the time; never above the cap."""
-    seen, ended = [0], threading.Event()
-
-    def look() -> None:
-        root = Path(cfg.paths.store)
-        while not ended.wait(0.002):
-            total = 0
-            for path in (*root.glob("*shard-*"), *root.glob("kept/*shard-*")):
-                try:
-                    total += path.stat().st_size
-                except FileNotFoundError:
-                    continue
-            seen.append(total)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with peak(Path(cfg.paths.store), every_s=0.002) as seen:
         yield seen
-    finally:
-        ended.set()
-        thread.join()
     assert cfg.store.cap_gib
     assert 0 < max(seen) <= cfg.store.cap_gib * 2**30
 
