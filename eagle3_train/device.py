@@ -76,6 +76,14 @@ def thin_products(linear: nn.Module | None) -> None:
     linear.forward = forward  # type: ignore[method-assign]
 
 
+def arg_max(x: Tensor) -> Tensor:
+    """Index of the first largest number of each row, int64 [...] of x [..., n].
+
+    `max` and not `argmax`, which on a CPU takes four times as long over 16-bit numbers.
+    """
+    return x.max(-1).indices
+
+
 def peak_rss_mb() -> float:
     """Peak resident memory of this process in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import torch
 
+from eagle3_train.device import arg_max
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -32,7 +34,7 @@ class NextToken:
         top, norm = [normed_NH.new_empty(0, dtype=torch.int64)], [normed_NH.new_empty(0, dtype=torch.float32)]
         for chunk in normed_NH.split(max(1, LOGITS_AT_ONCE // self.head.weight.shape[0])) if len(normed_NH) else ():
             logits_NV = self.head(chunk)
-            top.append(logits_NV.argmax(-1))
+            top.append(arg_max(logits_NV))
             if self.logsumexp:
                 capped = logits_NV.float() if self.cap is None else self.cap * torch.tanh(logits_NV.float() / self.cap)
                 norm.append(capped.logsumexp(-1))

@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle3_train.decode.loop import DraftHead, Generation, Proposal, Verdict, decode_speculative, widen
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.decode.sampling import GREEDY, Sampling, accept_chosen, accept_drawn, draw
+from eagle3_train.device import arg_max
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Chain:
                 distributions.append(self.sampling.probs(logits))
                 choice = torch.multinomial(distributions[-1], 1, generator=generator)[0]
             else:
-                choice = logits.argmax(-1)
+                choice = arg_max(logits)
             tokens.append(head.target_ids(choice))
         if not drawn:
             return Proposal(torch.stack(tokens))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle3_train.device import arg_max
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -47,7 +49,7 @@ GREEDY = Sampling()
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """One token a row of `logits [..., V]`: int64 [...]."""
     if sampling.greedy:
-        return logits.argmax(-1)
+        return arg_max(logits)
     p = sampling.probs(logits)
     return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eagle3_train.config import DraftConfig
+from eagle3_train.device import arg_max
 from eagle3_train.drafts.base import DraftState, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
 from eagle3_train.drafts.decoder import Unrolled
@@ -202,7 +203,7 @@ class Eagle3(TargetHead):
     def predict(self, batch: DraftBatch) -> Tensor:
         drafted = torch.full((batch.n_tokens, self.steps), -1, dtype=torch.int64, device=batch.input_ids.device)
         for i, rows, output, _ in self._unroll(batch):
-            best = torch.cat([self.lm_head(part).argmax(-1) for part in self._readout(output).split(1024)])
+            best = torch.cat([arg_max(self.lm_head(part)) for part in self._readout(output).split(1024)])
             drafted[rows.anchors, i] = self.target_ids(best)
         return drafted
 

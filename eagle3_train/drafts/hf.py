@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_train.config import DraftConfig
+from eagle3_train.device import arg_max
 from eagle3_train.drafts.base import Draft, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, find_segments, plan_rows
 from eagle3_train.drafts.vocab import DraftVocab
@@ -74,7 +75,7 @@ class HFDraft(Draft):
             ids = batch.input_ids[start + 1 : stop]
             if len(ids):
                 logits = self.model(input_ids=self._shown(ids)[None], use_cache=False).logits[0, len(self.first) :]
-                best[start + 1 : stop] = self._fit(logits).argmax(-1)
+                best[start + 1 : stop] = arg_max(self._fit(logits))
         drafted = best.new_full((batch.n_tokens, self.steps), -1)
         plan = plan_rows(find_segments(batch.loss_mask, batch.starts), self.steps, best.device)
         for i, rows in enumerate(plan):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3_train.config import DraftConfig
+from eagle3_train.device import arg_max
 from eagle3_train.drafts.base import Draft, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
 from eagle3_train.drafts.layer import Dims
@@ -134,7 +135,7 @@ class OnTarget(TargetHead):
         drafted = torch.full((batch.n_tokens, self.steps), -1, dtype=torch.int64, device=batch.input_ids.device)
         for i, rows, hidden, _ in self.unroll(batch, self.steps):
             weight = self.head_weight(i)
-            best = torch.cat([F.linear(part, weight).argmax(-1) for part in hidden.split(1024)])
+            best = torch.cat([arg_max(F.linear(part, weight)) for part in hidden.split(1024)])
             drafted[rows.anchors, i] = self.target_ids(best)
         return drafted
 
