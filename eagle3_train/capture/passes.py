@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from eagle3_train.store import (
     write_rolling,
 )
 from eagle3_train.store.folder import Folder
+from eagle3_train.store.signs import WORKERS, living, read_signs
 from eagle3_train.target import prepare_target
 
 from .plan import MAY_DIFFER, Job, plan
@@ -63,6 +64,22 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
         )
     copies = sum(rolling.kept_bytes) if cfg.reads_copies else 0
     return min(cap_bytes(cfg), sum(rolling.shard_bytes) + copies)
+
+
+def refuse_while_captured(
+    folder: Folder, is_friend: Callable[[str, Mapping[str, Any]], bool] = lambda name, sign: False
+) -> dict[str, dict[str, Any]]:
+    """ValueError where workers live that roll the store in `folder`, other than friends (by name and sign). Returns the
+    signs of all workers that there have been."""
+    signs = read_signs(folder, WORKERS)
+    if alive := living(folder, WORKERS, [name for name, sign in signs.items() if not is_friend(name, sign)]):
+        it = signs[alive[0]]
+        raise ValueError(
+            f"{folder.uri} is being captured: worker {alive[0]} of {it.get('world')} (process {it['pid']} on "
+            f"{it['host']}) for {', '.join(it.get('runs', []))}. Wait for its end, or end it; two studies at the same "
+            "time need a store each (paths.store)"
+        )
+    return signs
 
 
 def cap_bytes(cfg: Config) -> int:
