@@ -53,8 +53,13 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
             )
         rows, counts = read_counts(job.rows_file, job.spec.vocab_size)
         rolling = Rolling.of(job.spec, rows)
-    for name, reading in expected_runs(cfg).items():
+    runs = expected_runs(cfg)
+    for name, reading in runs.items():
         check_room(cfg, rolling, job.lengths, {name: reading})
+    if cfg.launch.kind == "slurm":  # which has formed its groups before the corpus was there (sweeps.study)
+        size_of_group = cfg.launch.rolling.points_at_once
+        for start in range(0, len(runs), size_of_group):
+            check_room(cfg, rolling, job.lengths, dict(list(runs.items())[start : start + size_of_group]))
     if write and not is_known:
         write_rolling(job.path, rolling, rows, counts)
     if write:
@@ -91,8 +96,14 @@ def expected_runs(cfg: Config) -> dict[str, Reading]:
     """The runs that share the passes of this session of a study, all its points while their data are captured, or the
     one run that the command describes."""
     if cfg.launch.rolling.session:
-        runs: dict[str, Reading] = read_json(cfg.session_file)
-        return runs
+        try:
+            runs: dict[str, Reading] = read_json(cfg.session_file)
+        except FileNotFoundError as e:
+            raise ValueError(
+                f"{cfg.session_file}, which names the runs that read the store, is gone: run eagle3 study again, which "
+                "writes it; every point continues at its checkpoint"
+            ) from e
+        return {name: reading for name, reading in runs.items() if not cfg.given_up_file(name).exists()}
     return {} if cfg.train.regime == "none" else {cfg.point_name: cfg.reading}
 
 

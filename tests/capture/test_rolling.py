@@ -19,6 +19,7 @@ from eagle3_train.capture.rolling import Roller
 from eagle3_train.capture.run import Worker
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
+from eagle3_train.files import write_json
 from eagle3_train.store import BatchPlan, Rolling, RollingStore, Sequence, ShardWriter, is_rolling, plan_of, signs
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT
@@ -138,6 +139,34 @@ def test_a_cap_that_is_too_small_is_refused_with_the_cap_and_the_window_that_wou
     cfg.data.window = 3
     with pytest.raises(ValueError, match=r"data\.window=3.*would save a checkpoint a step"):
         announce_rolling(cfg, job, write=False)
+
+
+def test_groups_that_were_formed_before_the_corpus_was_there_are_checked_before_the_capture(cfg: Config) -> None:
+    job = plan(cfg, Path(cfg.target.model), torch.device("cpu"))[0]
+    cfg.launch.kind, cfg.launch.rolling.session = "slurm", "all"
+    readings = {f"x{rows}": {**cfg.reading, "rows": rows} for rows in (40, 20, 10)}
+    write_json(cfg.session_file, readings)
+    rolling = Rolling.of(job.spec, passes.read_counts(job.rows_file, job.spec.vocab_size)[0])
+    together = make_stream(cfg, rolling, job.lengths, readings).least_cap()
+    cfg.store.cap_gib = (together - 1) / 2**30
+    announce_rolling(cfg, job, write=False)  # one at a time
+    cfg.launch.rolling.points_at_once = 3
+    with pytest.raises(ValueError, match=r"too small for x40, x20, x10.*fewer launch\.rolling\.points_at_once"):
+        announce_rolling(cfg, job, write=False)
+
+
+def test_a_session_whose_file_was_removed_is_told_how_to_go_on(cfg: Config) -> None:
+    roller = make_roller(cfg)
+    cfg.launch.rolling.session = "0-abc"
+    write_json(cfg.session_file, {cfg.point_name: cfg.reading, "x8": cfg.reading})
+    roller._look()
+    assert list(roller.runs) == [cfg.point_name, "x8"]
+    cfg.given_up_file("x8").touch()
+    roller._look()
+    assert list(roller.runs) == [cfg.point_name]
+    cfg.session_file.unlink()
+    with pytest.raises(ValueError, match=r"0-abc\.json, which names the runs .* is gone: run eagle3 study again"):
+        roller._look()
 
 
 def test_shards_of_a_capture_that_has_not_ended_are_not_rolled_over(cfg: Config) -> None:
