@@ -3,7 +3,7 @@
 Both sides are the commands that a user runs (`eagle3 roll` beside `eagle3 train`; `eagle3 capture`, then `eagle3
 train`), on the same corpus, each process on one core: a core of its own (`--cores own`), or one for all (`--cores
 shared`). Wall times count from the start of a command to its end, imports and loading of the target included; processor
-seconds beside them, since another load on the machine spoils the former. One JSON line.
+seconds beside them, since another load on the machine spoils the former. One JSON line; what runs, on stderr.
 
 Fields: whole_s, rolling_s: wall time; ratio; whole_cpu_s, rolling_cpu_s; whole_bytes: of the finished training store;
 peak_bytes: of shards on disk while it rolls, unfinished ones included; disk_ratio; cap_bytes; capture_waited,
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_train import config
+from eagle3_train.cli import SUPERVISED
 from eagle3_train.config import Config
 from eagle3_train.files import read_json
 
@@ -64,6 +65,12 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("--cores own needs two cores")
 
     corpus = folder / "corpus"
+    logs = folder / "logs"
+    logs.mkdir()
+
+    def run(step: str, overrides: list[str], core: int) -> None:
+        finish({step: start(step, overrides, core, logs)}, logs)
+
     run("prepare", [*overrides, f"paths.outputs={folder}/whole", f"paths.corpus={corpus}"], capture_core)
     shared = [*overrides, f"paths.corpus={corpus}"]
     whole = [*shared, f"paths.outputs={folder}/whole"]
@@ -82,9 +89,8 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     rolling = [*shared, f"paths.outputs={folder}/rolling", "store.mode=rolling", f"store.cap_gib={cap / 2**30}"]
     rolling_cfg = config.compose(rolling)
     with measured() as spent, peak(Path(rolling_cfg.paths.store)) as sizes:
-        both = [start("roll", rolling, capture_core), start("train", rolling, train_core)]
-        for process in both:
-            finish(process)
+        both = {"roll": capture_core, "train": train_core}
+        finish({step: start(step, rolling, core, logs) for step, core in both.items()}, logs)
     rolling_s, rolling_cpu_s = spent
     worker = json.loads((Path(rolling_cfg.paths.study) / "rolling.jsonl").read_text().splitlines()[-1])
     training = read_json(rolling_cfg.point_dir / "train.json")["wall_seconds"]
@@ -101,25 +107,37 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(step: str, overrides: list[str], core: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "eagle3_train.cli", step, *overrides],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(step: str, overrides: list[str], core: int, logs: Path) -> subprocess.Popen[bytes]:
+    """The command `eagle3 STEP` on one core; it ends with this process, however that ends."""
+    print(f"eagle3 {step} on core {core}", file=sys.stderr, flush=True)
+    with open(logs / step, "wb") as log:  # a pipe that nobody reads would hold one of two processes up
+        return subprocess.Popen(
+            [sys.executable, "-m", "eagle3_train.cli", step, *overrides],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", SUPERVISED: "1"},
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
-def finish(process: subprocess.Popen[str]) -> None:
-    out, _ = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{process.args}: exit code {process.returncode}\n{out[-3000:]}")
-
-
-def run(step: str, overrides: list[str], core: int) -> None:
-    finish(start(step, overrides, core))
+def finish(processes: dict[str, subprocess.Popen[bytes]], logs: Path) -> None:
+    """Wait for all; where one fails, end the others, which would wait for it, and show its last words."""
+    try:
+        while True:
+            codes = {step: process.poll() for step, process in processes.items()}
+            for step, code in codes.items():
+                if code:
+                    raise SystemExit(f"eagle3 {step}: exit code {code}\n{(logs / step).read_text()[-3000:]}")
+            if None not in codes.values():
+                return
+            time.sleep(0.05)
+    finally:
+        for process in processes.values():
+            assert process.stdin
+            process.stdin.close()
+            process.kill()
+            process.wait()
 
 
 @contextmanager

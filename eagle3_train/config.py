@@ -548,6 +548,10 @@ class Config:
         """The runs that share the passes of a session over a rolling store: name -> `reading`."""
         return Path(self.paths.study) / "rolling" / f"{self.launch.rolling.session}.json"
 
+    def given_up_file(self, run: str) -> Path:
+        """Says by being there that `run` of the session has failed for good, and is waited for no more."""
+        return self.session_file.with_name(f"{self.launch.rolling.session}-without-{run}")
+
     @property
     def data_identity(self) -> dict[str, Any]:
         """What the rows of the store depend on, flat, so that a difference has a name; paths do not define them."""

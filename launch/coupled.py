@@ -6,14 +6,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from eagle3_train.config import Config
 from eagle3_train.console import say
-from eagle3_train.files import json_lines, read_json, read_object, write_json
+from eagle3_train.files import json_lines, read_object, write_json
 from launch.jobs import Job
 from launch.local import run
 from launch.supervise import Outcome, cut_short
@@ -52,10 +52,12 @@ def write_session(points: Sequence[Job]) -> None:
 
 
 def give_up(job: Job) -> None:
-    """A point that has failed for good holds nothing any more: the others go on without it."""
-    path = job.cfg.session_file
-    if job.cfg.launch.rolling.session and path.is_file():
-        write_json(path, {name: reading for name, reading in read_json(path).items() if name != job.cfg.point_name})
+    """A point that has failed for good holds nothing any more: the others go on without it. A file for each, since
+    several may fail at the same time, on several machines."""
+    if job.cfg.launch.rolling.session:
+        path = job.cfg.given_up_file(job.cfg.point_name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
 class Coupled:
@@ -69,7 +71,7 @@ class Coupled:
     def run(self) -> dict[str, Outcome]:
         """Name of a point -> how it ended. `cli.Failed` is the caller's to raise."""
         write_session(self.points)
-        began = time.time()
+        before = {job.name: _version(job.folder / "train.json") for job in self.points}
         pool = ThreadPoolExecutor(len(self.workers) + len(self.points), "coupled")
         try:
             capturing = [pool.submit(self._capture, job) for job in self.workers]
@@ -84,8 +86,10 @@ class Coupled:
         finally:
             self._abort.set()
             pool.shutdown()
-            self.points[0].cfg.session_file.unlink(missing_ok=True)
-        say(self._balance(began, capturing))
+            for job in self.points:
+                for path in (job.cfg.given_up_file(job.cfg.point_name), job.cfg.session_file):
+                    path.unlink(missing_ok=True)
+        say(self._balance(before))
         return {job.cfg.point_name: future.result() for future, job in training.items()}
 
     def _train(self, job: Job) -> Outcome:
@@ -113,19 +117,13 @@ class Coupled:
             time.sleep(BACKOFF_S)
         return run(job, wait=False, stop=stop)
 
-    def _balance(self, began: float, capturing: Sequence[Future[Outcome]]) -> str:
+    def _balance(self, before: Mapping[str, int | None]) -> str:
+        """`before`: versions of the points' train.json when the session began."""
         cfg = self.workers[0].cfg
-        spent = [
-            read_object(path)["wall_seconds"]
-            for job in self.points
-            if (path := job.folder / "train.json").is_file() and path.stat().st_mtime >= began
-        ]
-        captured = _captured(Path(cfg.paths.study) / "rolling.jsonl", cfg.launch.rolling.session)
-        if not spent or not captured:
+        trained = [path for job in self.points if _version(path := job.folder / "train.json") != before[job.name]]
+        captured = [line for line in _captured(cfg) if line["session"] == cfg.launch.rolling.session]
+        if not (shares := _shares(captured, trained)):
             return "rolling: no point was trained to its end, so nothing is known of how the sides waited"
-        training = _share([(s["train"], s["data"]) for s in spent])
-        capture = _share([(line["busy_s"], line["waited_s"]) for line in captured])
-        text = f"rolling: capture waited {100 * capture:.0f} % of its time, training {100 * training:.0f} %"
         split = self.workers[0].cfg.launch.rolling, self.points[0].cfg.launch.rolling
         gpus = len(self.workers) * len(split[0].capture_gpus), len(self.points) * len(split[1].train_gpus)
         threads = (
@@ -134,8 +132,20 @@ class Coupled:
         )
         for noun, (mine, theirs) in (("gpus", gpus), ("threads", threads)):
             if mine and theirs:
-                return f"{text}; {balanced(mine, theirs, capture, training, noun)}"
-        return text
+                return f"{_text(*shares)}; {balanced(mine, theirs, *shares, noun)}"
+        return _text(*shares)
+
+
+def waiting(cfg: Config) -> str:
+    """How the two sides of a study have waited for each other so far, from its files; empty where nothing has rolled.
+    With launch=slurm, where no process sees both sides."""
+    captured = _captured(cfg)
+    if not (shares := _shares(captured, sorted(Path(cfg.paths.study).glob("*/train.json")))):
+        return ""
+    workers = 1 + max(line["worker"] for line in captured if line["session"] == captured[-1]["session"])
+    wanted = max(1, round(workers * (1 - shares[0]) / max(1 - shares[1], 1e-9)))
+    advice = "is balanced" if wanted == workers else f"in place of {workers} would balance"
+    return f"{_text(*shares)}; launch.rolling.workers={wanted} {advice}"
 
 
 def balanced(capture: int, training: int, capture_waited: float, training_waited: float, noun: str) -> str:
@@ -152,12 +162,34 @@ def balanced(capture: int, training: int, capture_waited: float, training_waited
     )
 
 
+def _shares(captured: Sequence[Mapping[str, Any]], trained: Sequence[Path]) -> tuple[float, float] | None:
+    """Shares of time that capture and training waited; None where one of them has not come to an end yet. `trained`:
+    the train.json of points."""
+    spent = [s for path in trained if path.is_file() and "data" in (s := read_object(path)["wall_seconds"])]
+    if not captured or not spent:
+        return None
+    return (
+        _share([(line["busy_s"], line["waited_s"]) for line in captured]),
+        _share([(s["train"], s["data"]) for s in spent]),
+    )
+
+
 def _share(times: Sequence[tuple[float, float]]) -> float:
     """Of waiting in the whole; each item is (work, waiting) in seconds."""
     waited = sum(w for _, w in times)
     return waited / max(sum(b for b, _ in times) + waited, 1e-9)
 
 
-def _captured(log: Path, session: str) -> list[Mapping[str, Any]]:
-    lines = json_lines(log.read_text(encoding="utf-8").splitlines() if log.is_file() else [])
-    return [line for line in lines if line["session"] == session]
+def _text(capture: float, training: float) -> str:
+    return f"rolling: capture waited {100 * capture:.0f} % of its time, training {100 * training:.0f} %"
+
+
+def _captured(cfg: Config) -> list[dict[str, Any]]:
+    """What workers have said at their end."""
+    log = Path(cfg.paths.study) / "rolling.jsonl"
+    return json_lines(log.read_text(encoding="utf-8").splitlines() if log.is_file() else [])
+
+
+def _version(path: Path) -> int | None:
+    """Changes when the file is written anew. Not compared with any clock: the file may lie on another machine."""
+    return path.stat().st_mtime_ns if path.is_file() else None

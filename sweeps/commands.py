@@ -12,6 +12,7 @@ from eagle3_train.console import duration, say
 from launch import Job, slurm
 from launch import cancel as leave_word
 from launch import run as run_job
+from launch.coupled import waiting
 from launch.supervise import tail
 from sweeps import status
 
@@ -23,6 +24,8 @@ def run(words: Sequence[str], overrides: Sequence[str], usage: Mapping[str, str]
     match list(words):
         case ["status"]:
             status.show(study)
+            if words := waiting(cfg):
+                say(words)
         case ["status", "--json"] | ["--json", "status"]:
             print(status.as_json(study))
         case ["status", "--watch"] | ["--watch", "status"]:

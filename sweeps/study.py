@@ -75,10 +75,10 @@ def run_study(
             say(slurm.show(batches(study, left)))
         return report
     record(study)
-    if study.cfg.rolls:  # whether each of them fits the cap is looked at before the capture
+    left = [p for p in left if not adopt(p)]
+    if study.cfg.rolls:  # whether they fit the cap is looked at before the capture
         study.cfg.launch.rolling.session = ALL
         write_json(study.cfg.session_file, _readings(left))
-    left = [p for p in left if not adopt(p)]
     if on_cluster and left:
         submitted = batches(study, left)
         for batch in submitted:

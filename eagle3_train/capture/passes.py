@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from eagle3_train.store import (
     write_rolling,
 )
 from eagle3_train.store.folder import Folder
+from eagle3_train.store.signs import WORKERS, living, read_signs
 from eagle3_train.target import prepare_target
 
 from .plan import MAY_DIFFER, Job, plan
@@ -52,8 +53,13 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
             )
         rows, counts = read_counts(job.rows_file, job.spec.vocab_size)
         rolling = Rolling.of(job.spec, rows)
-    for name, reading in expected_runs(cfg).items():
+    runs = expected_runs(cfg)
+    for name, reading in runs.items():
         check_room(cfg, rolling, job.lengths, {name: reading})
+    if cfg.launch.kind == "slurm":  # which has formed its groups before the corpus was there (sweeps.study)
+        size_of_group = cfg.launch.rolling.points_at_once
+        for start in range(0, len(runs), size_of_group):
+            check_room(cfg, rolling, job.lengths, dict(list(runs.items())[start : start + size_of_group]))
     if write and not is_known:
         write_rolling(job.path, rolling, rows, counts)
     if write:
@@ -65,6 +71,22 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
     return min(cap_bytes(cfg), sum(rolling.shard_bytes) + copies)
 
 
+def refuse_while_captured(
+    folder: Folder, is_friend: Callable[[str, Mapping[str, Any]], bool] = lambda name, sign: False
+) -> dict[str, dict[str, Any]]:
+    """ValueError where workers live that roll the store in `folder`, other than friends (by name and sign). Returns the
+    signs of all workers that there have been."""
+    signs = read_signs(folder, WORKERS)
+    if alive := living(folder, WORKERS, [name for name, sign in signs.items() if not is_friend(name, sign)]):
+        it = signs[alive[0]]
+        raise ValueError(
+            f"{folder.uri} is being captured: worker {alive[0]} of {it.get('world')} (process {it['pid']} on "
+            f"{it['host']}) for {', '.join(it.get('runs', []))}. Wait for its end, or end it; two studies at the same "
+            "time need a store each (paths.store)"
+        )
+    return signs
+
+
 def cap_bytes(cfg: Config) -> int:
     assert cfg.store.cap_gib is not None
     return int(cfg.store.cap_gib * 2**30)
@@ -74,8 +96,14 @@ def expected_runs(cfg: Config) -> dict[str, Reading]:
     """The runs that share the passes of this session of a study, all its points while their data are captured, or the
     one run that the command describes."""
     if cfg.launch.rolling.session:
-        runs: dict[str, Reading] = read_json(cfg.session_file)
-        return runs
+        try:
+            runs: dict[str, Reading] = read_json(cfg.session_file)
+        except FileNotFoundError as e:
+            raise ValueError(
+                f"{cfg.session_file}, which names the runs that read the store, is gone: run eagle3 study again, which "
+                "writes it; every point continues at its checkpoint"
+            ) from e
+        return {name: reading for name, reading in runs.items() if not cfg.given_up_file(name).exists()}
     return {} if cfg.train.regime == "none" else {cfg.point_name: cfg.reading}
 
 

@@ -18,12 +18,13 @@ from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.corpus import read_rows
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line, json_lines
-from eagle3_train.store import ShardWriter, StoreSpec, finalize, missing_shards, write_origin
+from eagle3_train.store import ShardWriter, StoreSpec, finalize, is_rolling, missing_shards, write_origin
+from eagle3_train.store.folder import Folder
 from eagle3_train.target import prepare_target
 
 from .backend import Backend, open_backend
 from .ends import has_target, write_target
-from .passes import announce_rolling
+from .passes import announce_rolling, refuse_while_captured
 from .plan import MAY_DIFFER, Job, plan, require_disk
 
 LOG = "capture.jsonl"  # in the study's folder: a line a captured shard
@@ -47,7 +48,11 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     train = jobs[0]
     room = 0
     if cfg.rolls and not train.finished:  # its shards come while it is read (`roll`)
-        jobs, room = jobs[1:], announce_rolling(cfg, train, write=rank == 0 and not cfg.dry_run)
+        jobs = jobs[1:]
+        if rank == 0:  # which reads the whole corpus for it
+            room = announce_rolling(cfg, train, write=not cfg.dry_run)
+    elif is_rolling(train.path):
+        refuse_while_captured(Folder(train.path))  # they would delete what is captured
     _announce(cfg, jobs, room, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:

@@ -13,7 +13,9 @@ from .codec import DTYPES
 from .folder import Folder
 from .manifest import Manifest, finalize
 from .reader import Store
-from .schema import Sequence
+from .rolling import KEPT, Rolling, is_rolling
+from .schema import Sequence, StoreSpec
+from .signs import READERS, WORKERS, read_signs
 from .transform import merge, prune
 from .verify import verify
 from .writer import read_spec
@@ -57,6 +59,8 @@ def main(argv: list[str]) -> int:
         with progress_bar("prune", args.tokens or Store.open(args.path).manifest.tokens, "tokens") as bar:
             choice = (args.rows, args.tokens, args.sources, args.dtype, args.shards)
             return _written(args.out, prune(args.path, args.out, *choice, bar.update))
+    if args.command == "info" and is_rolling(args.path):
+        return _rolling_info(Folder(args.path))
     store = Store.open(args.path)
     if args.command == "info":
         return _info(store)
@@ -67,6 +71,8 @@ def main(argv: list[str]) -> int:
 
 def _finalize(path: str, allow: list[str]) -> int:
     folder = Folder(path)
+    if is_rolling(path):
+        raise ValueError(f"{path} is a rolling store: eagle3 capture store.mode=whole makes a whole store of it")
     shards = sorted(name for name in folder.sizes() if name.startswith("shard-"))
     if not shards:
         raise ValueError(f"{path} holds no shards: run eagle3 capture")
@@ -85,21 +91,53 @@ def _info(store: Store) -> int:
     groups = len(np.unique(store.index.shard.astype(np.int64) << 32 | store.index.row_group))
     facts = {
         "fingerprint": manifest.fingerprint,
-        "target": f"{spec.target} (weights {spec.target_hash}, tokenizer {spec.tokenizer_hash}, "
-        f"chat template {spec.chat_template_hash})",
-        "hidden states": f"layer ids {', '.join(map(str, spec.layer_ids))} of {spec.n_layers} layers, "
-        f"H {spec.hidden_size}, {spec.dtype} (computed in {spec.compute_dtype})",
+        **_captured_as(spec),
         "sequences": f"{manifest.rows:,} of {lengths.min():,} to {lengths.max():,} tokens, "
         f"median {np.median(lengths):,.0f}",
-        "tokens": f"{manifest.tokens:,}, of them supervised {manifest.supervised_tokens:,} "
-        f"({100 * manifest.supervised_tokens / manifest.tokens:.1f} %)",
+        "tokens": _tokens(manifest),
         "sources": ", ".join(f"{s['values']} {s['counts']:,}" for s in sources),
         "size": f"{manifest.bytes / 2**30:.2f} GiB in {len(manifest.shards):,} shards, {groups:,} row groups; "
         f"{manifest.bytes / manifest.tokens:,.0f} bytes a token",
         "sampling": ", ".join(f"{k}={v}" for k, v in spec.sampling.items()) or "none: the corpus's own text",
         "generator": spec.generator,
     }
-    table = Table(show_header=False, box=None, title=store.folder.uri, title_justify="left")
+    return _show(store.folder.uri, facts)
+
+
+def _rolling_info(folder: Folder) -> int:
+    """Of a store that rolls: what is known of it, what is there now, and what its two sides said last."""
+    rolling = Rolling.read(folder)
+    spec = rolling.spec
+    there = [size for where in (folder, folder.child(KEPT)) for name, size in where.sizes().items() if "shard-" in name]
+    facts = {
+        "fingerprint": rolling.fingerprint,
+        **_captured_as(spec),
+        "sequences": f"{rolling.rows:,}",
+        "tokens": _tokens(rolling),
+        "size": f"rolls: {len(there)} of {spec.n_shards:,} shards are here now, {sum(there) / 2**30:.2f} GiB; all "
+        f"together at most {sum(rolling.shard_bytes) / 2**30:.2f} GiB",
+    }
+    for kind, noun in ((WORKERS, "capture worker"), (READERS, "run")):
+        facts |= {f"{noun} {name}": f"{s['doing']} ({s['host']})" for name, s in read_signs(folder, kind).items()}
+    return _show(folder.uri, facts)
+
+
+def _captured_as(spec: StoreSpec) -> dict[str, str]:
+    return {
+        "target": f"{spec.target} (weights {spec.target_hash}, tokenizer {spec.tokenizer_hash}, "
+        f"chat template {spec.chat_template_hash})",
+        "hidden states": f"layer ids {', '.join(map(str, spec.layer_ids))} of {spec.n_layers} layers, "
+        f"H {spec.hidden_size}, {spec.dtype} (computed in {spec.compute_dtype})",
+    }
+
+
+def _tokens(counts: Manifest | Rolling) -> str:
+    share = 100 * counts.supervised_tokens / counts.tokens
+    return f"{counts.tokens:,}, of them supervised {counts.supervised_tokens:,} ({share:.1f} %)"
+
+
+def _show(title: str, facts: dict[str, str]) -> int:
+    table = Table(show_header=False, box=None, title=title, title_justify="left")
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table, markup=False, highlight=False)

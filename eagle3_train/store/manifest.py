@@ -32,6 +32,7 @@ from .writer import (
 )
 
 MANIFEST = "manifest.json"
+ROLLING = "rolling.json"  # in its place, in a store that rolls
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class Manifest:
 
 def _unfinished(folder: Folder, files: dict[str, int]) -> str:
     """What a folder without a manifest is."""
+    if ROLLING in files:
+        return (
+            "is a rolling store, whose shards come and go while runs read it: eagle3 store info shows what is there; "
+            "eagle3 capture store.mode=whole makes a whole store of it (docs/rolling.md)"
+        )
     shards = sorted(name for name in files if name.startswith("shard-") and name.endswith(".parquet"))
     if not shards:
         return "is no store (no manifest.json, no shards): run eagle3 capture, or correct paths.store"
@@ -148,6 +154,8 @@ def finalize(path: str | Path, spec: StoreSpec, allow: Iterable[str] = ()) -> Ma
     for name, content in ((INDEX, data), (MANIFEST, text.encode())):  # the manifest last
         if name not in folder.sizes() or folder.read(name) != content:
             folder.write(name, content)
+    if ROLLING in folder.sizes():
+        folder.remove(ROLLING)  # it rolls no more
     folder.remove_temporaries("shard-")
     return manifest
 

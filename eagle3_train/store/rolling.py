@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from .codec import read_dtype
 from .counts import write_counts
 from .folder import Folder
 from .index import INDEX, Index
-from .manifest import MANIFEST, ShardEntry, parquet_bytes, read_shard, rows_digest
+from .manifest import MANIFEST, ROLLING, ShardEntry, parquet_bytes, read_shard, rows_digest
 from .plan import BatchPlan
 from .reader import Store, _Shard
 from .schema import SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
@@ -32,7 +33,7 @@ from .signs import READERS, WORKERS, Sign, Watch, read_signs
 from .stream import Course, shards_of, within
 from .writer import MAX_ROW_GROUP_ROWS, remedy, shard_rows
 
-ROLLING, KEPT = "rolling.json", "kept"
+KEPT = "kept"
 MAY_DIFFER = ("generator",)  # a shard that another version of the code wrote is a shard of this store
 POLL_S, REMOTE_POLL_S = 0.05, 1.0  # between tries to open a shard
 LOOK_S = 5.0  # between looks at what the workers say
@@ -135,6 +136,7 @@ class RollingStore(Store):
         super().__init__(folder, rolling.spec, rolling.fingerprint, index)
         self._entries: dict[int, tuple[ShardEntry, pa.Table]] = {}
         self._later = self  # where the rows of later epochs are read
+        self._run = ""
         self._course: Course | None = None
         self._sign: Sign | None = None
         self._last_use = 0  # that any step has asked for
@@ -163,7 +165,7 @@ class RollingStore(Store):
         return self  # nothing of it need be there
 
     def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
-        self._course = Course(plan, len(self), self.spec.n_shards)
+        self._run, self._course = run, Course(plan, len(self), self.spec.n_shards)
         self._watch.quiet = not is_main
         if is_main:
             facts = {"session": session, "mark": self._course.mark(step), "step": step, "ended": False}
@@ -222,6 +224,7 @@ class RollingStore(Store):
     def _wait_for(self, store: RollingStore, shards: list[int], cancelled: Callable[[], bool]) -> None:
         """Until all `shards` of `store` are there, and opened."""
         missing, looked, waits = shards, 0.0, False
+        beats: dict[str, int] = {}  # of the workers, when the waiting began
         while missing := [shard for shard in missing if not store._try_open(shard)]:
             if cancelled():
                 raise Cancelled
@@ -235,8 +238,20 @@ class RollingStore(Store):
                 workers, looked = read_signs(self.folder, WORKERS), time.monotonic()
                 # A worker that has gone leaves its file, and one of its number may come again: the shard's own counts.
                 world = max((sign["world"] for sign in workers.values()), default=1)
-                self._watch.look(workers, [str(missing[0] % world)], what)
+                worker = str(missing[0] % world)
+                if worker in workers:
+                    self._expect_to_be_served(workers[worker], beats.setdefault(worker, workers[worker]["beat"]))
+                self._watch.look(workers, [worker], what)
             time.sleep(POLL_S if self.folder.is_local else REMOTE_POLL_S)
+
+    def _expect_to_be_served(self, worker: Mapping[str, Any], beat: int) -> None:
+        """ValueError where a worker that lives (its sign is newer than `beat`) captures for other runs alone."""
+        if worker["beat"] != beat and not worker["ended"] and self._run not in worker["runs"]:
+            raise ValueError(
+                f"{self.folder.uri} is captured for {', '.join(worker['runs']) or 'no run'}, and not for {self._run}: "
+                "wait for the end of these, and start eagle3 roll with the same overrides as this run; or run both as "
+                "points of one study"
+            )
 
     def _try_open(self, shard: int) -> bool:
         """Open a shard where it is there; it stays open until it is released."""
@@ -250,7 +265,10 @@ class RollingStore(Store):
         return True
 
     def _read_entry(self, shard: int) -> tuple[ShardEntry, pa.Table]:
-        entry, part = read_shard(self.folder, self.spec, shard, MAY_DIFFER)
+        try:
+            entry, part = read_shard(self.folder, self.spec, shard, MAY_DIFFER)
+        except ValueError as e:
+            raise ValueError(f"{e}. While eagle3 roll runs, it is enough to delete it: a worker redoes it") from e
         rows = shard_rows(len(self), self.spec.n_shards, shard)
         if not np.array_equal(part["n_tokens"].to_numpy(), self.index.n_tokens[rows.start : rows.stop]):
             where = self.folder.show(entry.name)

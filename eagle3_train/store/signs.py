@@ -9,6 +9,7 @@ process counts as silent where its file has not changed for a while by the *obse
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ from .folder import Folder
 
 BEAT_S = 5.0  # between signs of life
 SILENT_S = 40.0  # without one, a process is named; with BEAT_S and a look now and then, within a minute
-REPEAT_S = 60.0
+REPEAT_S = 50.0  # the same for one that lives and does not move
 READERS, WORKERS = "readers", "workers"
 
 
@@ -37,26 +38,35 @@ class Sign:
     """
 
     def __init__(self, folder: Folder, kind: str, name: str, **facts: Any) -> None:
-        self._folder, self._file = folder.child(kind), f"{name}.json"
+        self._folder, self._kind, self._name = folder, kind, name
         self._facts: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0, **facts}
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._changing = threading.Lock()  # of the facts: several threads of a run have something to say
+        self._writing, self._ended = threading.Lock(), threading.Event()
         self.say()
         self._thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
         self._thread.start()
 
     def note(self, **facts: Any) -> None:
         """To be said with the next beat."""
-        self._facts = self._facts | facts
+        with self._changing:
+            self._facts.update(facts)
 
     def say(self, **facts: Any) -> None:
-        with self._lock:
-            self._facts = self._facts | facts | {"beat": self._facts["beat"] + 1}
-            self._folder.write(self._file, json.dumps(self._facts).encode())
+        with self._writing:
+            with self._changing:
+                self._facts.update(facts, beat=self._facts["beat"] + 1)
+                text = json.dumps(self._facts)
+            self._folder.child(self._kind).write(f"{self._name}.json", text.encode())
 
     def close(self, **facts: Any) -> None:
         self._ended.set()
         self._thread.join()
         self.say(**facts)
+
+    def is_replaced(self) -> bool:
+        """Whether another process has the name now: this one had seemed dead."""
+        there = read_sign(self._folder, self._kind, self._name)
+        return there is not None and _process(there) != _process(self._facts)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -64,14 +74,84 @@ class Sign:
                 self.say()
 
 
+def read_sign(folder: Folder, kind: str, name: str) -> dict[str, Any] | None:
+    """What the file of `name` says; None where there is none.
+
+    Raises:
+        ValueError: it is damaged, and its process, if it lives, does not write it anew.
+    """
+    for _ in range(3):
+        with suppress(_Damaged):
+            return _read(folder.child(kind), f"{name}.json")
+        time.sleep(BEAT_S)
+    where = folder.child(kind).show(f"{name}.json")
+    raise ValueError(
+        f"{where} is damaged: delete it; the process that it is of writes it anew when it is started again"
+    )
+
+
 def read_signs(folder: Folder, kind: str) -> dict[str, dict[str, Any]]:
-    """Name -> what its file says."""
+    """Name -> what its file says, of all that can be read."""
     found, inside = {}, folder.child(kind)
     for file in inside.sizes():
         if file.endswith(".json") and not file.startswith("."):
-            with suppress(FileNotFoundError, json.JSONDecodeError):  # an object store may be between two versions
-                found[file.removesuffix(".json")] = json.loads(inside.read(file))
+            with suppress(_Damaged):
+                if (sign := _read(inside, file)) is not None:
+                    found[file.removesuffix(".json")] = sign
     return found
+
+
+class _Damaged(Exception):
+    pass
+
+
+def _read(inside: Folder, file: str) -> dict[str, Any] | None:
+    try:
+        sign = json.loads(inside.read(file))
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        raise _Damaged from e
+    except OSError as e:
+        if e.errno == errno.ESTALE:  # NFS: replaced while it was read
+            raise _Damaged from e
+        raise
+    if not isinstance(sign, dict) or "beat" not in sign:
+        raise _Damaged
+    return sign
+
+
+def _process(sign: Mapping[str, Any]) -> tuple[str, int]:
+    return sign["host"], sign["pid"]
+
+
+def living(folder: Folder, kind: str, names: Sequence[str]) -> list[str]:
+    """Those of `names` whose processes live. A dead one of this machine is known at once; for others it takes a while,
+    in which a living one gives a sign."""
+    first = read_signs(folder, kind)
+    unknown = {name: first[name]["beat"] for name in names if name in first and not _is_dead(first[name])}
+    deadline = time.monotonic() + 3 * BEAT_S
+    found: set[str] = set()
+    while unknown.keys() - found and time.monotonic() < deadline:
+        time.sleep(BEAT_S / 10)
+        now = read_signs(folder, kind)
+        found = {name for name, beat in unknown.items() if name in now and now[name]["beat"] != beat}
+    return sorted(found)
+
+
+def _is_dead(sign: Mapping[str, Any]) -> bool:
+    """Known to be dead: ended by its own word, or no process of this machine."""
+    if sign.get("ended"):
+        return True
+    if sign["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(sign["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 @dataclass

@@ -3,6 +3,7 @@ target is a stand-in that makes states of ids."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3_train.capture import passes, roll, share_passes
+from eagle3_train.capture import capture, passes, roll, share_passes
 from eagle3_train.capture.passes import announce_rolling, cap_bytes, make_stream
 from eagle3_train.capture.plan import plan
+from eagle3_train.capture.rolling import Roller
+from eagle3_train.capture.run import Worker
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
-from eagle3_train.store import BatchPlan, Rolling, RollingStore, Sequence, plan_of
+from eagle3_train.files import write_json
+from eagle3_train.store import BatchPlan, Rolling, RollingStore, Sequence, ShardWriter, is_rolling, plan_of, signs
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT
+from eagle3_train.store.signs import READERS, WORKERS, Sign, read_sign
 from tests.capture.test_capture import study, write_chats
 
 KEYS = (
@@ -136,8 +141,166 @@ def test_a_cap_that_is_too_small_is_refused_with_the_cap_and_the_window_that_wou
         announce_rolling(cfg, job, write=False)
 
 
+def test_groups_that_were_formed_before_the_corpus_was_there_are_checked_before_the_capture(cfg: Config) -> None:
+    job = plan(cfg, Path(cfg.target.model), torch.device("cpu"))[0]
+    cfg.launch.kind, cfg.launch.rolling.session = "slurm", "all"
+    readings = {f"x{rows}": {**cfg.reading, "rows": rows} for rows in (40, 20, 10)}
+    write_json(cfg.session_file, readings)
+    rolling = Rolling.of(job.spec, passes.read_counts(job.rows_file, job.spec.vocab_size)[0])
+    together = make_stream(cfg, rolling, job.lengths, readings).least_cap()
+    cfg.store.cap_gib = (together - 1) / 2**30
+    announce_rolling(cfg, job, write=False)  # one at a time
+    cfg.launch.rolling.points_at_once = 3
+    with pytest.raises(ValueError, match=r"too small for x40, x20, x10.*fewer launch\.rolling\.points_at_once"):
+        announce_rolling(cfg, job, write=False)
+
+
+def test_a_session_whose_file_was_removed_is_told_how_to_go_on(cfg: Config) -> None:
+    roller = make_roller(cfg)
+    cfg.launch.rolling.session = "0-abc"
+    write_json(cfg.session_file, {cfg.point_name: cfg.reading, "x8": cfg.reading})
+    roller._look()
+    assert list(roller.runs) == [cfg.point_name, "x8"]
+    cfg.given_up_file("x8").touch()
+    roller._look()
+    assert list(roller.runs) == [cfg.point_name]
+    cfg.session_file.unlink()
+    with pytest.raises(ValueError, match=r"0-abc\.json, which names the runs .* is gone: run eagle3 study again"):
+        roller._look()
+
+
 def test_shards_of_a_capture_that_has_not_ended_are_not_rolled_over(cfg: Config) -> None:
     job = plan(cfg, Path(cfg.target.model), torch.device("cpu"))[0]
     Folder(cfg.paths.store).write("shard-00000-of-00020.parquet", b"x")
     with pytest.raises(ValueError, match="would delete them"):
         announce_rolling(cfg, job, write=True)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes as fractions of a second."""
+    for name, value in (("SILENT_S", 0.3), ("BEAT_S", 0.05), ("REPEAT_S", 0.4)):
+        monkeypatch.setattr(signs, name, value)
+    monkeypatch.setattr("eagle3_train.capture.rolling.REMOTE_POLL_S", 0.05)
+
+
+def make_roller(cfg: Config, rank: int = 0, world: int = 1) -> Roller:
+    """One worker of a store that was announced, as `roll` makes it."""
+    target, device = Path(cfg.target.model), torch.device("cpu")
+    job = plan(cfg, target, device)[0]
+    announce_rolling(cfg, job, write=True)
+    return Roller(cfg, Worker(cfg, target, device, rank), job, Rolling.read(Folder(job.path)), rank, world)
+
+
+def test_what_a_run_has_been_past_is_not_captured_again(cfg: Config) -> None:
+    """A run reads a shard, saves a checkpoint, and another worker deletes the shard, all while this one looks."""
+    roller = make_roller(cfg)
+    with ShardWriter(cfg.paths.store, 0, roller.job.spec) as writer:
+        for sequence in StandIn().sequences(roller.job, read_rows(roller.job.rows_file, roller.job.rows(0)), abs):
+            writer.add(sequence)
+    read_marks = roller._marks
+
+    def marks_that_are_old_at_once() -> dict[str, int]:
+        marks = read_marks()
+        (Path(cfg.paths.store) / "shard-00000-of-00020.parquet").unlink()
+        return marks
+
+    roller._marks = marks_that_are_old_at_once  # type: ignore[method-assign]
+    assert roller._look().shard == 1
+
+
+def test_room_that_another_worker_fills_for_a_run_that_was_given_up_is_not_given_out_again(cfg: Config) -> None:
+    roller = make_roller(cfg, rank=0, world=2)
+    marks = {cfg.point_name: 0}
+    roller.cap = sum(roller.rolling.shard_bytes[:6])
+    assert roller._reach(marks) == 5
+    other = {"host": "h", "pid": 1, "beat": 1, "world": 2, "owner": roller.owner}
+
+    def claim(shard: int | None, **changes: Any) -> int:
+        text = json.dumps(other | {"claim": shard} | changes)
+        roller.shards_in.child(WORKERS).write("1.json", text.encode())
+        return roller._reach(marks)
+
+    assert claim(15) < 5
+    assert claim(3) == claim(None) == claim(15, owner="a study that has ended") == 5
+
+
+def test_a_worker_says_what_it_is_to_capture_before_it_begins(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    roller = make_roller(cfg)
+    said: list[Any] = []
+
+    def shard(self: Worker, backend: Any, job: Any, number: int, *more: Any) -> None:
+        said.append((number, json.loads(roller.shards_in.child(WORKERS).read("0.json"))["claim"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "shard", shard)
+    with pytest.raises(KeyboardInterrupt):
+        roller.run()
+    assert said == [(0, 0)]
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("1", {"owner": "another study"}), ("0", {}), ("1", {"world": 3})],
+    ids=["another study", "the same number", "another number of workers"],
+)
+def test_workers_that_would_disturb_those_that_are_there_are_refused(
+    cfg: Config, name: str, changes: dict[str, Any]
+) -> None:
+    roller = make_roller(cfg, rank=0, world=2)
+    facts = {"owner": roller.owner, "world": 2, "runs": ["x4-s1"], "claim": None, "ended": False, "doing": "capturing"}
+    there = Sign(roller.shards_in, WORKERS, name, **(facts | changes))
+    friend = Sign(roller.shards_in, WORKERS, "1" if name == "0" else "3", **facts)
+    friend.close()
+    try:
+        with pytest.raises(ValueError, match=rf"is being captured: worker {name} of .* for x4-s1.*paths\.store"):
+            roller.run()
+        cfg.store.mode = "whole"
+        with pytest.raises(ValueError, match="is being captured"):
+            capture(cfg)
+    finally:
+        there.close(ended=True)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_workers_that_are_gone_have_left_is_removed(cfg: Config) -> None:
+    roller = make_roller(cfg, rank=1, world=2)
+    left = {name: {"host": "gone", "pid": 1, "beat": 1, "world": 4} for name in ("0", "1", "3")}
+    for name, sign in left.items():
+        roller.shards_in.child(WORKERS).write(f"{name}.json", json.dumps(sign).encode())
+    store = Path(cfg.paths.store)
+    for number in (2, 3):
+        (store / f".shard-0000{number}-of-00020.parquet.gone.0123.tmp").touch()
+    roller._take_over()
+    assert sorted(signs.read_signs(roller.shards_in, WORKERS)) == ["0", "1"]
+    assert [path.name[:12] for path in store.glob(".shard*")] == [".shard-00002"]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_run_that_is_silent_is_named_and_given_up_in_the_end(cfg: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg.store.silent_minutes = 0.9 / 60
+    roller = make_roller(cfg)
+    roller.cap = sum(roller.rolling.shard_bytes[:6])
+    text = '{"host": "h", "pid": 5, "beat": 3, "mark": 0, "ended": false, "session": "", "doing": "at step 3"}'
+    roller.shards_in.child(READERS).write(f"{cfg.point_name}.json", text.encode())
+    words = f"waiting for room.*: run {cfg.point_name} .process 5 on h. has given no sign of life.*at step 3.*Start it"
+    with pytest.raises(TimeoutError, match=words):
+        roller.run()
+    assert "run" in capsys.readouterr().out
+    assert sum(path.stat().st_size for path in Path(cfg.paths.store).glob("shard*")) <= roller.cap
+    sign = read_sign(roller.shards_in, WORKERS, "0")
+    assert sign
+    assert (sign["ended"], sign["doing"]) == (True, "ended by TimeoutError")
+
+
+def test_workers_other_than_the_first_do_not_read_the_corpus(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_counts(*args: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(passes, "read_counts", read_counts)
+    monkeypatch.setattr("eagle3_train.capture.run.open_backend", lambda *args: StandIn())
+    capture(cfg, rank=1, world=2)
+    assert not is_rolling(cfg.paths.store)
+    with pytest.raises(AssertionError):
+        capture(cfg, rank=0, world=2)

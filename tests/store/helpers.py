@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from eagle3_train.store import Sequence, ShardWriter, Store, StoreSpec, finalize, missing_shards, shard_rows
+from eagle3_train.store import (
+    Rolling,
+    Sequence,
+    ShardWriter,
+    Store,
+    StoreSpec,
+    finalize,
+    missing_shards,
+    shard_rows,
+    write_rolling,
+)
 
 VOCAB = 1000
 
@@ -61,3 +73,27 @@ def make_store(path: Path, max_tokens: int = 200, **changes: Any) -> Store:
     capture(path, spec, max_tokens)
     finalize(path, spec)
     return Store.open(path)
+
+
+def announce(path: str | Path, spec: StoreSpec) -> Rolling:
+    """What is known before the capture."""
+    narrow = replace(spec, hidden_size=1)
+    made = [make_sequence(narrow, row) for row in range(spec.n_rows)]
+    rows = pa.table(
+        {
+            "sample_id": [s.sample_id for s in made],
+            "source": [s.source for s in made],
+            "n_tokens": pa.array([s.n_tokens for s in made], pa.int32()),
+            "n_supervised": pa.array([s.n_supervised for s in made], pa.int32()),
+        }
+    )
+    ids = np.concatenate([s.input_ids[s.loss_mask == 1] for s in made])
+    rolling = Rolling.of(spec, rows)
+    write_rolling(path, rolling, rows, np.bincount(ids, minlength=VOCAB))
+    return rolling
+
+
+def write_shard(path: str | Path, spec: StoreSpec, shard: int) -> None:
+    with ShardWriter(path, shard, spec) as writer:
+        for row in shard_rows(spec.n_rows, spec.n_shards, shard):
+            writer.add(make_sequence(spec, row))

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_train.store import Store, shard_name
+from eagle3_train.store import Store, finalize, shard_name
 from eagle3_train.store.commands import main
+from eagle3_train.store.folder import Folder
+from eagle3_train.store.signs import WORKERS, Sign
 
-from .helpers import capture, make_sequence, make_spec, make_store
+from .helpers import announce, capture, make_sequence, make_spec, make_store, write_shard
 
 
 def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +32,30 @@ def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(ValueError, match=r"--rows 999: .* has rows 0 to 22"):
         main(["sample", str(tmp_path), "--rows", "999"])
     assert covered == expected.loss_mask.nonzero()[0].tolist()
+
+
+def test_what_a_rolling_store_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = make_spec()
+    rolling = announce(tmp_path, spec)
+    write_shard(tmp_path, spec, 2)
+    Sign(Folder(tmp_path), WORKERS, "0", doing="capturing shard 3").close()
+    assert main(["info", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (
+        rolling.fingerprint,
+        "rolls: 1 of 4 shards are here now",
+        "capturing shard 3",
+        "layer ids 2, 4, 5, 8",
+    ):
+        assert words in text
+    new = ["--out", str(tmp_path / "new")]
+    for command in (["verify"], ["sample"], ["prune", *new], ["merge", *new], ["finalize"]):
+        with pytest.raises(ValueError, match=r"is a rolling store.*store\.mode=whole"):
+            main([command[0], str(tmp_path), *command[1:]])
+    capture(tmp_path, spec)
+    finalize(tmp_path, spec)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert not (tmp_path / "rolling.json").exists()
 
 
 def test_finalize_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,29 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
 from eagle3_train.store import (
     BatchPlan,
     Loader,
-    Rolling,
     RollingStore,
     ShardWriter,
     Store,
-    StoreSpec,
     inside,
     is_rolling,
     shard_name,
     shard_rows,
     token_counts,
-    write_rolling,
 )
 from eagle3_train.store import rolling as rolling_module
 from eagle3_train.store import signs as signs_module
@@ -35,31 +29,7 @@ from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT, kept_spec
 from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_signs
 
-from .helpers import VOCAB, make_sequence, make_spec, make_store
-
-
-def announce(path: str | Path, spec: StoreSpec) -> Rolling:
-    """What is known before the capture."""
-    narrow = replace(spec, hidden_size=1)
-    made = [make_sequence(narrow, row) for row in range(spec.n_rows)]
-    rows = pa.table(
-        {
-            "sample_id": [s.sample_id for s in made],
-            "source": [s.source for s in made],
-            "n_tokens": pa.array([s.n_tokens for s in made], pa.int32()),
-            "n_supervised": pa.array([s.n_supervised for s in made], pa.int32()),
-        }
-    )
-    ids = np.concatenate([s.input_ids[s.loss_mask == 1] for s in made])
-    rolling = Rolling.of(spec, rows)
-    write_rolling(path, rolling, rows, np.bincount(ids, minlength=VOCAB))
-    return rolling
-
-
-def write_shard(path: str | Path, spec: StoreSpec, shard: int) -> None:
-    with ShardWriter(path, shard, spec) as writer:
-        for row in shard_rows(spec.n_rows, spec.n_shards, shard):
-            writer.add(make_sequence(spec, row))
+from .helpers import announce, make_sequence, make_spec, make_store, write_shard
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -229,6 +199,23 @@ def test_a_side_that_is_silent_is_named_and_given_up_in_the_end(
 
 
 @pytest.mark.usefixtures("hurried")
+def test_a_run_for_which_nobody_captures_is_told_so(tmp_path: Path) -> None:
+    announce(tmp_path, make_spec())
+    facts = {"world": 1, "ended": False, "doing": "capturing shard 9"}
+    sign = Sign(Folder(tmp_path), WORKERS, "0", runs=["x8-s0"], **facts)
+    try:
+        with pytest.raises(ValueError, match=r"is captured for x8-s0, and not for run: .*eagle3 roll with the same"):
+            wait_for_shards(tmp_path, 60)
+        sign.say(runs=["x8-s0", "run"])
+        # One that has ended meanwhile says nothing of who is served.
+        threading.Timer(0.5, lambda: sign.close(ended=True, runs=[])).start()
+        with pytest.raises(TimeoutError):
+            wait_for_shards(tmp_path, 0.9)
+    finally:
+        sign.close(ended=True)
+
+
+@pytest.mark.usefixtures("hurried")
 def test_one_that_lives_and_does_not_move_is_named_and_not_given_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +229,15 @@ def test_one_that_lives_and_does_not_move_is_named_and_not_given_up(
     sign.close()
     assert f"run slow (process {os.getpid()} on" in (out := capsys.readouterr().out)
     assert "is at step 3" in out.replace("\n", " ")
+
+
+def test_a_cut_shard_is_named_with_what_repairs_it(tmp_path: Path) -> None:
+    spec = make_spec()
+    announce(tmp_path, spec)
+    write_shard(tmp_path, spec, 1)
+    os.truncate(tmp_path / shard_name(1, spec.n_shards), 1000)
+    with pytest.raises(ValueError, match=r"shard-00001.* While eagle3 roll runs, it is enough to delete it"):
+        RollingStore.open(tmp_path)._try_open(1)
 
 
 def test_a_shard_of_other_rows_is_refused(tmp_path: Path) -> None:

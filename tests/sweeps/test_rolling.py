@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.coupled import balanced
+from eagle3_train.config import compose
+from eagle3_train.files import write_json
+from launch.coupled import Coupled, _version, balanced, make_session, waiting
 from launch.slurm import render
 from sweeps.points import plan
 from sweeps.study import coupled_batches
@@ -81,7 +83,7 @@ def test_a_point_that_fails_is_expected_no_more_and_stops_nobody(bench: Bench) -
     assert len(bench.calls("trained")) == 1
     assert len(bench.calls("rolled")) == 1
     assert "the loss is not finite" in out
-    assert not list((bench.study / "rolling").glob("0-*.json"))
+    assert not list((bench.study / "rolling").glob("0-*"))
 
 
 def test_groups_follow_each_other(bench: Bench) -> None:
@@ -117,3 +119,35 @@ def test_on_a_cluster_two_coupled_jobs_start_beside_each_other(tmp_path: Path) -
 )
 def test_the_split_that_would_balance(waited: tuple[float, float], words: str) -> None:
     assert words in balanced(3, 5, *waited, "threads")
+
+
+def test_how_the_sides_waited_is_seen_from_files_alone(tmp_path: Path) -> None:
+    cfg = compose([f"paths.outputs={tmp_path}", *ROLLS[3:]])
+    folder = Path(cfg.paths.study)
+    assert waiting(cfg) == ""
+    write_json(folder / "x1" / "train.json", {"wall_seconds": {"train": 30.0, "data": 10.0}})
+    assert waiting(cfg) == ""
+    write_json(folder / "x2" / "train.json", {"wall_seconds": {"train": 50.0, "data": 10.0}})
+    lines = [{"session": "1", "worker": n, "shards": 9, "busy_s": 10.0, "waited_s": 30.0} for n in (1, 0, 2, 3)]
+    (folder / "rolling.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert waiting(cfg) == (
+        "rolling: capture waited 75 % of its time, training 20 %; launch.rolling.workers=1 in place of 4 would balance"
+    )
+    (folder / "rolling.jsonl").write_text(json.dumps(lines[0] | {"waited_s": 3.0}) + "\n")
+    assert waiting(cfg).endswith("training 20 %; launch.rolling.workers=2 is balanced")
+
+
+def test_a_point_that_was_trained_before_the_session_is_not_counted_whatever_the_clocks_say(tmp_path: Path) -> None:
+    cfg = compose([f"paths.outputs={tmp_path}", *ROLLS[3:]])
+    workers, points = make_session(cfg, [cfg], 0)
+    coupled = Coupled(workers, points)
+    path = points[0].folder / "train.json"
+    write_json(path, {"wall_seconds": {"train": 30.0, "data": 10.0}})
+    os.utime(path, (2e9, 2e9))  # of a server whose clock is ahead
+    line = {"session": points[0].cfg.launch.rolling.session, "worker": 0, "busy_s": 1.0, "waited_s": 1.0}
+    (Path(cfg.paths.study) / "rolling.jsonl").write_text(json.dumps(line) + "\n")
+    before = {points[0].name: _version(path)}
+    assert "no point was trained" in coupled._balance(before)
+    write_json(path, {"wall_seconds": {"train": 30.0, "data": 10.0}})
+    os.utime(path, (1e9, 1e9))
+    assert "training 25 %" in coupled._balance(before)

@@ -55,7 +55,8 @@ def roll(cfg, rank=0, world=1):
         if not Path(part).exists():
             Path(part).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-    while set(read_json(cfg.session_file)) - {line.split()[1] for line in calls("trained")}:
+    expected = list(read_json(cfg.session_file))
+    while not all(cfg.given_up_file(name).exists() or calls(f"trained {name}") for name in expected):
         time.sleep(0.05)
     note(f"rolled {rank}/{world}")
 

@@ -1,0 +1,62 @@
+"""The files by which the two sides of a rolling store know of each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle3_train.store import signs as signs_module
+from eagle3_train.store.folder import Folder
+from eagle3_train.store.signs import READERS, WORKERS, Sign, living, read_sign, read_signs
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs_module, "BEAT_S", 0.1)
+
+
+def test_a_file_that_is_damaged_is_read_when_it_is_whole_again_or_named(tmp_path: Path) -> None:
+    folder, file = Folder(tmp_path), tmp_path / READERS / "run.json"
+    assert read_sign(folder, READERS, "run") is None
+    file.parent.mkdir()
+    for text in ('{"mark": 3, "be', "", "[]", '{"mark": 3}', "\0\0\0"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"readers/run\.json is damaged: delete it"):
+            read_sign(folder, READERS, "run")
+        assert read_signs(folder, READERS) == {}
+    file.write_text("{")
+    healer = threading.Timer(0.15, lambda: folder.child(READERS).write("run.json", b'{"mark": 4, "beat": 1}'))
+    healer.start()
+    assert read_sign(folder, READERS, "run") == {"mark": 4, "beat": 1}
+
+
+def test_who_lives_is_known_by_process_or_by_signs_of_life(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    workers = folder.child(WORKERS)
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    own = os.uname().nodename
+    for name, host, pid, ended in (("0", own, child, "false"), ("1", "elsewhere", 1, "false"), ("2", own, 1, "true")):
+        workers.write(f"{name}.json", f'{{"host": "{host}", "pid": {pid}, "beat": 7, "ended": {ended}}}'.encode())
+    began = time.monotonic()
+    assert living(folder, WORKERS, ["0", "2", "none"]) == []
+    assert time.monotonic() - began < 0.1  # known at once
+    assert living(folder, WORKERS, ["0", "1", "2"]) == []  # silent for three beats
+    sign = Sign(folder, WORKERS, "3", ended=False)
+    assert living(folder, WORKERS, ["0", "1", "2", "3"]) == ["3"]
+    sign.close(ended=True)
+    assert living(folder, WORKERS, ["3"]) == []
+
+
+def test_a_process_whose_name_another_has_taken_notices(tmp_path: Path) -> None:
+    sign = Sign(Folder(tmp_path), WORKERS, "0")
+    sign.close()
+    assert not sign.is_replaced()
+    Folder(tmp_path).child(WORKERS).write("0.json", b'{"host": "elsewhere", "pid": 1, "beat": 1}')
+    assert sign.is_replaced()
