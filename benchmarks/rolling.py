@@ -5,9 +5,10 @@ train`), on the same corpus, each process on one core: a core of its own (`--cor
 shared`). Wall times count from the start of a command to its end, imports and loading of the target included; processor
 seconds beside them, since another load on the machine spoils the former. One JSON line; what runs, on stderr.
 
-Fields: whole_s, rolling_s: wall time; ratio; whole_cpu_s, rolling_cpu_s; whole_bytes: of the finished training store;
-peak_bytes: of shards on disk while it rolls, unfinished ones included; disk_ratio; cap_bytes; capture_waited,
-training_waited: shares of their time; tokens; same_weights: whether the two heads are equal to the bit.
+Fields: whole_s, rolling_s: wall time; capture_s, train_s: of its two halves; ratio; ratio_bound: the slower half over
+both, the least that any overlap can reach on two cores; whole_cpu_s, rolling_cpu_s; whole_bytes: of the finished
+training store; peak_bytes: of shards on disk while it rolls, unfinished ones included; disk_ratio; cap_bytes;
+capture_waited, training_waited: shares of their time; tokens; same_weights: whether the two heads are equal to the bit.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--cap", type=float, default=0.1, help="share of the whole store's size")
+    parser.add_argument("overrides", nargs="*", help="of the configuration, for both ways: draft.steps=7")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(compare(Path(folder), options)))
+        found = compare(Path(folder), options)
+        print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in found.items()}))
 
 
 def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         f"train.batch_tokens={2 * longest}", f"data.window={options.window}", f"train.epochs={options.epochs}",
         "corpus.validation_sequences=4", "train.checkpoint_every=null", "eval.tasks=[]",
         "eval.decode_tasks=[]", "train.compute_dtype=fp32", "capture.compute_dtype=fp32", "capture.batch_tokens=512",
-        *([f"paths.target={options.target}"] if options.target else []),
+        *([f"paths.target={options.target}"] if options.target else []), *options.overrides,
     ]  # fmt: skip
     cores = sorted(os.sched_getaffinity(0))
     capture_core, train_core = (cores[0], cores[-1]) if options.cores == "own" else (cores[0], cores[0])
@@ -79,10 +82,13 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for outputs in ("whole", "rolling"):  # validation states, and what is known beforehand, which both need alike
         run("capture", [*shared, *rolls, f"paths.outputs={folder}/{outputs}"], capture_core)
 
-    with measured() as spent:
-        run("capture", whole, capture_core)
-        run("train", whole, train_core)
-    whole_s, whole_cpu_s = spent
+    halves = []
+    for step, core in (("capture", capture_core), ("train", train_core)):
+        with measured() as spent:
+            run(step, whole, core)
+        halves.append(spent)
+    capture_s, train_s = (wall for wall, _ in halves)
+    whole_s, whole_cpu_s = (sum(values) for values in zip(*halves, strict=True))
     whole_bytes = read_json(Path(cfg.paths.store) / "manifest.json")["bytes"]
 
     cap = options.cap * whole_bytes
@@ -95,9 +101,11 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     worker = json.loads((Path(rolling_cfg.paths.study) / "rolling.jsonl").read_text().splitlines()[-1])
     training = read_json(rolling_cfg.point_dir / "train.json")["wall_seconds"]
     return {
-        "bench": "rolling", "cores": options.cores, "epochs": options.epochs, "sequences": options.sequences,
+        "bench": "rolling", "cores": options.cores, "overrides": options.overrides,
+        "epochs": options.epochs, "sequences": options.sequences,
         "tokens": read_json(corpus / "report.json")["parts"]["train"]["tokens"],
         "whole_s": whole_s, "rolling_s": rolling_s, "ratio": rolling_s / whole_s,
+        "capture_s": capture_s, "train_s": train_s, "ratio_bound": max(capture_s, train_s) / whole_s,
         "whole_cpu_s": whole_cpu_s, "rolling_cpu_s": rolling_cpu_s,
         "whole_bytes": whole_bytes, "peak_bytes": max(sizes), "disk_ratio": max(sizes) / whole_bytes,
         "cap_bytes": int(cap),
