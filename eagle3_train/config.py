@@ -789,8 +789,8 @@ def check(cfg: Config) -> None:
         if not 0 < value(key) < math.inf:
             raise ValueError(f"{key}={value(key)} must be greater than 0, and finite")
     for key in POSITIVE_IF_SET:
-        if value(key) is not None and not value(key) > 0:
-            raise ValueError(f"{key}={value(key)} must be greater than 0, or null")
+        if value(key) is not None and not 0 < value(key) < math.inf:
+            raise ValueError(f"{key}={value(key)} must be greater than 0 and finite, or null")
     for key in NOT_NEGATIVE:
         if not 0 <= value(key) < math.inf:
             raise ValueError(f"{key}={value(key)} must not be negative, and finite")

@@ -42,7 +42,8 @@ def _part(cfg: Config, session: str, number: int, of: int, threads: str, gpus: s
     if (total := getattr(split, threads)) is not None:
         setattr(split, threads, max(1, total // of))
     if devices := getattr(split, gpus):
-        setattr(split, gpus, devices[len(devices) * number // of : len(devices) * (number + 1) // of])
+        first, behind = len(devices) * number // of, len(devices) * (number + 1) // of
+        setattr(split, gpus, devices[first : max(behind, first + 1)])  # of fewer GPUs than processes some share one
     return part
 
 
@@ -124,12 +125,13 @@ class Coupled:
         captured = [line for line in _captured(cfg) if line["session"] == cfg.launch.rolling.session]
         if not (shares := _shares(captured, trained)):
             return "rolling: no point was trained to its end, so nothing is known of how the sides waited"
-        split = self.workers[0].cfg.launch.rolling, self.points[0].cfg.launch.rolling
-        gpus = len(self.workers) * len(split[0].capture_gpus), len(self.points) * len(split[1].train_gpus)
-        threads = (
-            len(self.workers) * (split[0].capture_threads or 0),
-            len(self.points) * (split[1].train_threads or 0),
+        capture = [job.cfg.launch.rolling for job in self.workers]
+        training = [job.cfg.launch.rolling for job in self.points]
+        gpus = (
+            len({gpu for c in capture for gpu in c.capture_gpus}),
+            len({gpu for t in training for gpu in t.train_gpus}),
         )
+        threads = sum(c.capture_threads or 0 for c in capture), sum(t.train_threads or 0 for t in training)
         for noun, (mine, theirs) in (("gpus", gpus), ("threads", threads)):
             if mine and theirs:
                 return f"{_text(*shares)}; {balanced(mine, theirs, *shares, noun)}"

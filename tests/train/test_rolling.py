@@ -17,7 +17,7 @@ import torch
 from benchmarks.rolling import peak
 from eagle3_train import config
 from eagle3_train.config import Config
-from eagle3_train.store import Rolling, Store, is_rolling
+from eagle3_train.store import Rolling, RollingStore, Store, is_rolling
 from eagle3_train.store.folder import Folder
 from tests.capture.test_capture import study, write_chats
 from tests.train.ranks import run_ranks
@@ -119,12 +119,19 @@ def assert_nothing_is_left(cfg: Config) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_weights_are_those_of_the_finished_store_and_the_cap_holds(
-    whole: Config, tmp_path: Path, world: int
+    whole: Config, tmp_path: Path, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from eagle3_train.train import train
 
     cfg = rolling(whole, tmp_path)
     assert cfg.point_name == whole.point_name
+    tell = RollingStore.saved
+
+    def saved(store: RollingStore, step: int) -> None:
+        assert newest(cfg.point_dir).step == step  # a shard goes for a checkpoint that is on disk
+        tell(store, step)
+
+    monkeypatch.setattr(RollingStore, "saved", saved)
     with watched(cfg) as seen:
         workers = start_workers(cfg, world)
         train(cfg)
