@@ -298,8 +298,8 @@ def study(call: Call) -> int:
     from sweeps.study import run_study
 
     done = run_study(call.overrides, verify=_check_trackers, share=_share_passes)
-    if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
-        _report([point.dir for point in done.study.points], done.study.dir)
+    if not done.study.cfg.dry_run and not done.submitted and done.begun:
+        _report(done.begun, done.study.dir)
     return bool(done.failed)
 
 

@@ -57,8 +57,7 @@ def retry(cfg: Config, names: Sequence[str]) -> None:
     jobs = []
     for found, resolved in zip(chosen, settings, strict=True):
         resolved.launch = cfg.launch
-        step = "point" if found.is_point else found.name.partition("-")[0]
-        jobs.append(Job(step, resolved))
+        jobs.append(Job(found.step, resolved))
     if cfg.launch.kind == "slurm":
         slurm.submit([slurm.Batch("retry", jobs, at_once=cfg.launch.slurm.points_at_once)])
         return

@@ -28,7 +28,7 @@ def test_points_are_the_product_of_the_axes(default: Study) -> None:
     assert len(study.points) == 8
     assert [(p.cfg.data.scale, p.cfg.seed) for p in study.points] == [(x, s) for x in (1, 2, 4, 8) for s in (0, 1)]
     assert len({p.name for p in study.points}) == 8
-    assert study.largest.cfg.data.scale == 8
+    assert study.parts[0].largest.cfg.data.scale == 8
 
 
 def test_a_point_has_the_name_and_the_folder_that_its_step_alone_would_give_it() -> None:
