@@ -14,11 +14,13 @@ from launch import cancel as leave_word
 from launch import run as run_job
 from launch.supervise import tail
 from sweeps import status
+from sweeps.points import split
 
 
 def run(words: Sequence[str], overrides: Sequence[str], usage: Mapping[str, str]) -> int:
     """Do what `words` say with the study that `overrides` name. `usage`: the commands that there are, for the error."""
-    cfg = config.compose(list(overrides))
+    fixed, _ = split(overrides)  # a user repeats the words that started the study; its axes are known by now
+    cfg = config.compose([*fixed.values()])
     study = Path(cfg.paths.study)
     match list(words):
         case ["status"]:

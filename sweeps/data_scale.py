@@ -17,7 +17,7 @@ from eagle3_train import config
 from eagle3_train.cli import guarded
 from eagle3_train.console import duration, say
 from launch import Job, Outcome, run
-from sweeps.points import set_decode
+from sweeps.points import set_decode, split
 from sweeps.study import share_data
 
 _failed: dict[str, Outcome] = {}  # Hydra returns nothing from a multirun
@@ -42,6 +42,9 @@ def run_one(composed: DictConfig) -> None:
 
 def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `guarded`, which prints them as `eagle3` does
+    _, swept = split([word for word in sys.argv[1:] if "=" in word and word[0] != "-"])
+    for key in filter(config.is_of_target, swept):  # each job sees one value, and is to know that there are others
+        sys.argv.append(f"++study.axes={{{key}:[{','.join(swept[key])}]}}")
     run_one()
     for name, outcome in _failed.items():
         say(outcome.text(name))

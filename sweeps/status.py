@@ -56,9 +56,8 @@ def jobs(study: Path) -> list[JobFolder]:
     """The shared steps, then the points of the plan, then points that were run without it."""
     if not (study / "study.yaml").is_file() and not any(study.glob("**/config.yaml")):
         raise ValueError(f"{study} holds no study yet: `eagle3 study` starts one (study=NAME chooses another)")
-    plans = {path.parent.name: path for path in sorted(study.glob("targets/*/study.yaml"))} or {
-        "": study / "study.yaml"
-    }
+    plans = {path.parent.name: path for path in sorted(study.glob("targets/*/study.yaml"))}
+    plans = plans or {"": study / "study.yaml"}
     planned_steps = {f"{step}-{of}" if of else step: plan for of, plan in plans.items() for step in SHARED}
     begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
     shared = [

@@ -96,7 +96,7 @@ def test_decode_points(default: Study) -> None:
         (["study.exclude=[{data.scal: 1}]"], r"'data\.scal', which is no key"),
         (["train.log_every=1,2"], "define the same point"),
         (["engine=single,ddp"], "define the same point"),
-        (["capture.layer_ids=[1,2,3],[2,3,4]"], "do not share their data"),
+        (["capture.layer_ids=[1,2,3],[2,3,4]"], r"the axis capture\.layer_ids would change that: make a study"),
         (["data.scale=1,999"], r"corpus\.sequences"),
         (["study.axes={seed: []}"], "axis seed has no values"),
     ],
