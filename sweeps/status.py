@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -113,7 +114,7 @@ def _counts(rows: list[JobStatus]) -> str:
 
 def _table(rows: list[JobStatus]) -> Table:
     table = Table(box=None, pad_edge=False)
-    settings = [" ".join(f"{k}={v}" for k, v in row.settings.items() if k not in IN_THE_NAME) for row in rows]
+    settings = [" ".join(f"{k}={_short(v)}" for k, v in row.settings.items() if k not in IN_THE_NAME) for row in rows]
     of_points = ("settings",) if any(settings) else ()
     words = ("job", *of_points, "state", "note")
     for column in ("job", *of_points, "state", "step", "tokens/s", "time", "left", "note"):
@@ -130,6 +131,12 @@ def _table(rows: list[JobStatus]) -> Table:
             row.reason or (f"on {row.host}" if row.state == "running" and row.host else ""),
         )
     return table
+
+
+def _short(value: str) -> str:
+    """Of a mapping, which stands for a model of the user's own, its name."""
+    named = re.match(r"\{name:'?([\w.-]+)", value)
+    return named[1] if named else value
 
 
 def _readable(study: Path, job: JobFolder) -> JobStatus:
