@@ -92,6 +92,11 @@ class Job:
             write_json(self._stamp, stamp)
         return self.is_done() or self.part is not None or self.step not in (*SHARED, "point")
 
+    def forget(self) -> None:
+        """Let a shared step look again at what it has made, whatever was recorded of it."""
+        if self.step in SHARED:
+            self._stamp.unlink(missing_ok=True)
+
     @property
     def _stamp(self) -> Path:
         return Path(self.cfg.paths.study) / "steps" / self.whole / "done.json"

@@ -50,6 +50,7 @@ class JobFolder:
     step: str
     folder: Path
     plan: Path | None = None
+    part: tuple[int, int] | None = None  # see `Job`
     settings: dict[str, str] = field(default_factory=dict)
 
 
@@ -62,13 +63,19 @@ def jobs(study: Path) -> list[JobFolder]:
     planned_steps = {f"{step}-{of}" if of else step: plan for of, plan in plans.items() for step in SHARED}
     begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
     shared = [
-        JobFolder(name, name.partition("-")[0], study / "steps" / name, planned_steps.get(name))
+        JobFolder(name, name.partition("-")[0], study / "steps" / name, planned_steps.get(name), _part_of(name))
         for name in dict.fromkeys([*planned_steps, *begun])
     ]
     planned = _planned(study / "points.json")
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
     names = dict.fromkeys([*planned, *started])
     return [*shared, *(JobFolder(n, "point", study / n, settings=planned.get(n, {})) for n in names)]
+
+
+def _part_of(name: str) -> tuple[int, int] | None:
+    """The part that a job's name tells."""
+    found = re.fullmatch(r".+-(\d+)-of-(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _planned(path: Path) -> dict[str, dict[str, str]]:
@@ -166,6 +173,9 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
         return JobStatus(job.name, "done", attempt, **progress, seconds=seconds)
     if not last:
         return JobStatus(job.name, "queued")
+    if last["state"] == "done":
+        reason = "done, with other settings or data than now: `eagle3 study` runs it again"
+        return JobStatus(job.name, "queued", attempt, host=last["host"], reason=reason)
     if last["state"] == "failed":
         log = [line for line in last_words(job.folder) if not line.startswith(("srun:", "slurmstepd"))]
         reason = ": ".join([last["reason"], *log[-1:]])
@@ -175,11 +185,14 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
 
 
 def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:
-    """By what it made: points and shared steps; by how it ended: all else."""
-    if job.step != "point" and job.plan is None:  # also a part of a shared step
-        return last.get("state") == "done"
+    """By what it made: points and shared steps; by how it ended: all else, and a part of a step that is not done."""
     path = job.plan if job.plan and job.plan.is_file() else job.folder / "config.yaml"
-    return path.is_file() and Job(job.step, config.relocated(config.load(path), study)).is_done()
+    if job.step in ("point", *SHARED) and path.is_file():
+        if Job(job.step, config.relocated(config.load(path), study)).is_done():
+            return True
+        if job.part is None:
+            return False
+    return last.get("state") == "done"
 
 
 def _progress(metrics: Path) -> dict[str, Any]:
