@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from analysis.bootstrap import WITHIN
 from analysis.study import Series
 from analysis.table import Table
@@ -42,6 +44,8 @@ def cautions(table: Table, series: Iterable[Series]) -> list[str]:
         ("store_fingerprint", "trained on different stores", "their data axes may not be comparable"),
         ("eval_identity", "evaluated in different ways", "their tau may not be comparable"),
     ):
-        if column in table.finished and table.finished[column].nunique() > 1:
+        # Each target has a store of its own.
+        runs = table.finished.groupby("target", dropna=False) if "target" in table.finished else table.finished
+        if column in table.finished and np.any(runs[column].nunique() > 1):
             out.append(f"the runs were {what} ({column} differs): {but}")
     return out

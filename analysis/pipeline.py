@@ -162,10 +162,14 @@ def _position_models(fits: dict[str, QuantityFit], steps: int) -> list[PositionM
 
 
 def _joint_fits(table: Table, axis: str, series: list[Series]) -> list[tuple[str, str, FitResult]]:
-    """Forms with a second input, where it varies: draft size (`parameters.trainable`) and epochs at equal data."""
+    """Forms with a second input, where it varies: draft size (`parameters.trainable`) and epochs at equal data. Of
+    each draft head for each target: what a larger target changes is not the draft's size alone."""
     out: list[tuple[str, str, FitResult]] = []
-    for draft in sorted({s.draft for s in series}):
-        own = [s for s in series if s.draft == draft]
+    kinds = {s.label: (s.draft, _target(table, s)) for s in series}
+    several = len({target for _, target in kinds.values()}) > 1
+    for draft, target in sorted(set(kinds.values())):
+        own = [s for s in series if kinds[s.label] == (draft, target)]
+        title = f"{draft}, {target}" if several else draft
         if len({s.draft_steps for s in own}) > 1:
             continue
         runs = table.runs.loc[np.concatenate([s.runs for s in own])]
@@ -178,8 +182,13 @@ def _joint_fits(table: Table, axis: str, series: list[Series]) -> list[tuple[str
                 if all(name in s.fits for s in own):
                     data = _joint_data([s.fits[name].data for s in own], runs[[axis, column]].to_numpy(float), form)
                     if data.scales >= len(form.names):
-                        out.append((draft, name, fit(form, data)))
+                        out.append((title, name, fit(form, data)))
     return out
+
+
+def _target(table: Table, series: Series) -> str:
+    """Name of a series' target; empty where the table has none."""
+    return str(table.runs.loc[series.runs[0], "target"]) if "target" in table.runs else ""
 
 
 def _joint_data(parts: Sequence[Data], raw: Array, form: Form) -> Data:

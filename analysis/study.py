@@ -105,7 +105,8 @@ class Analysis:
     table: Table
     axis: str
     series: list[Series]
-    joint: list[tuple[str, str, FitResult]]  # (draft, quantity, result): forms with draft size or epochs
+    # (draft, and the target where there are several; quantity; result): forms with draft size or epochs
+    joint: list[tuple[str, str, FitResult]]
     comparisons: list[SlopeComparison]
     warnings: list[str]
     method: str = METHOD

@@ -168,8 +168,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
     """What is known of a point from its configuration alone."""
-    draft, data = config.get("draft", {}), config.get("data", {})
-    return {"draft": draft.get("kind"), "data_scale": data.get("scale"), "seed": config.get("seed")}
+    draft, data, target = (config.get(part, {}) for part in ("draft", "data", "target"))
+    known = {"draft": draft.get("kind"), "target": target.get("name")}
+    return known | {"data_scale": data.get("scale"), "seed": config.get("seed")}
 
 
 def _read_result(folder: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def build(analysis: Analysis, entity: str, project: str) -> Any:
         wr.Runset(
             name=study,
             filters=f"Metric('Group') = '{study}'",
-            groupby=["config.draft.kind", "config.data.scale"],
+            groupby=["config.target.name", "config.draft.kind", "config.data.scale"],
         )
         for study in studies
     ]

@@ -30,11 +30,13 @@ class PathsConfig:
 
     outputs: str = "outputs"  # all studies; a relative path counts from the folder the command was given in
     study: str = MISSING  # one study: <outputs>/<study name>
+    # what the points of a study share; below <study>/targets/<target name> where the study has several targets
+    data: str = "${paths.study}"
     corpus: str = MISSING  # tokenised conversations, shared by the points of a study
     store: str = MISSING  # captured hidden states, shared by the points of a study
     target: str = MISSING  # the target model as a plain Hugging Face folder (converted once)
     # conversations whose assistant turns the target wrote: a JSONL file a source
-    regenerated: str = "${paths.study}/regenerated"
+    regenerated: str = "${paths.data}/regenerated"
 
 
 @dataclass
@@ -469,6 +471,11 @@ class StudyConfig:
     # points that are also decoded with the real target: those that match any of these; empty: every point
     decode_points: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def varies_target(self) -> bool:
+        """Whether an axis sets the target: then each target has its own data."""
+        return any(is_of_target(key) for key in self.axes)
+
 
 @dataclass
 class Config:
@@ -520,6 +527,12 @@ class Config:
             "optim": asdict(self.optim),
             "seed": self.seed,
         }
+
+    @property
+    def data_name(self) -> str:
+        """What tells the data of this configuration from others of its study: the target's name where the study has
+        several targets, else nothing."""
+        return self.target.name if self.study.varies_target else ""
 
     @property
     def rolls(self) -> bool:
@@ -593,6 +606,11 @@ def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...
     for key in keys:
         if identity[key] == getattr(defaults, key, {}):
             del identity[key]
+
+
+def is_of_target(key: str) -> bool:
+    """Whether a key or config group sets the target, or something of it."""
+    return key.partition(".")[0] == "target"
 
 
 SAMPLING = ("temperature", "top_p", "top_k")  # keys of a task
@@ -802,7 +820,8 @@ def check(cfg: Config) -> None:
             raise ValueError(f"{key}={value(key)} must lie between 0 and 1")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
         raise ValueError(f"optim.betas={cfg.optim.betas} must be two numbers from 0 to below 1")
-    for key, name in (("study.name", cfg.study.name), *((f"eval task {t.name!r}", t.name) for t in cfg.eval.tasks)):
+    folders = [("study.name", cfg.study.name), *((f"eval task {t.name!r}", t.name) for t in cfg.eval.tasks)]
+    for key, name in (*folders, *([("target.name", cfg.data_name)] if cfg.data_name else [])):
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"{key}: {name!r} becomes the name of a folder: letters, digits, '_', '-' and '.' only")
     if unknown := [kind for kind in cfg.tracker.kinds if kind not in TRACKERS]:
@@ -948,9 +967,13 @@ def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:
 
 def resolve(cfg: DictConfig) -> Config:
     """A composed Hydra configuration as a checked `Config`; every interpolation resolved, paths made absolute."""
+    paths = OmegaConf.to_container(cfg.paths, resolve=False)
+    assert isinstance(paths, dict)
+    if any(is_of_target(str(key)) for key in cfg.study.axes) and paths["data"] == PathsConfig.data:
+        cfg.paths.data = "${paths.study}/targets/${target.name}"
     OmegaConf.resolve(cfg)
     config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
-    for name in ("outputs", "study", "corpus", "store", "target", "regenerated"):
+    for name in ("outputs", "study", "data", "corpus", "store", "target", "regenerated"):
         path = getattr(config.paths, name)
         if "://" not in path:
             setattr(config.paths, name, str(Path(path).absolute()))
@@ -984,7 +1007,7 @@ def load(path: str | Path) -> Config:
 def relocated(config: Config, study: Path) -> Config:
     """The configuration of a study whose folder was moved or copied to `study` since: what lay in it lies there now."""
     paths, old, new = config.paths, Path(config.paths.study), Path(study).absolute()
-    for name in ("corpus", "store", "target", "regenerated", "study"):
+    for name in ("data", "corpus", "store", "target", "regenerated", "study"):
         path = Path(getattr(paths, name))
         if "://" not in getattr(paths, name) and path.is_relative_to(old):
             setattr(paths, name, str(new / path.relative_to(old)))

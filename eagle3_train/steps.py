@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """`run` returns the exit code. `is_job`: the step is work that a launcher may do in processes of its own.
+    """`run` returns the exit code. `sets`: overrides that the step's name stands for. `is_job`: the step is work that a
+    launcher may do in processes of its own.
     `commands`: words that may follow, and what they do. `takes_words`: arguments that are no overrides are the step's
     own; `parses_itself`: all are."""
 
@@ -50,6 +51,7 @@ class Step:
     keys: tuple[str, ...]
     examples: tuple[str, ...]
     commands: dict[str, str] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
     is_job: bool = False
     takes_words: bool = False
     parses_itself: bool = False
@@ -62,6 +64,8 @@ def run_step(name: str, call: Call) -> int:
     """Run a step here, or hand it to a launcher where it takes more than this process. Ranks, which a launcher started,
     run it themselves."""
     step = STEPS[name]
+    if step.sets and call.resolved is None:
+        call = replace(call, overrides=[*call.overrides, *step.sets])
     if step.is_job and call.resolved is None and "RANK" not in os.environ:
         cfg = call.config()
         if cfg.launch.kind != "local" or cfg.launch.nproc_per_node > 1:
@@ -141,11 +145,6 @@ def point(call: Call) -> int:
         if _rank() == 0:
             _measure(cfg, head)
     return 0
-
-
-def import_head(call: Call) -> int:
-    """A published head as a point that is not trained. What it is trained further as is another point."""
-    return point(Call([*call.overrides, "train.regime=none"], call.words, call.resolved))
 
 
 def _trained(cfg: Config) -> Draft:
@@ -298,8 +297,8 @@ def study(call: Call) -> int:
     from sweeps.study import run_study
 
     done = run_study(call.overrides, verify=_check_trackers, share=_share_passes)
-    if not done.study.cfg.dry_run and not done.submitted and len(done.failed) < len(done.study.points):
-        _report([point.dir for point in done.study.points], done.study.dir)
+    if not done.study.cfg.dry_run and not done.submitted and done.begun:
+        _report(done.begun, done.study.dir)
     return bool(done.failed)
 
 
@@ -509,9 +508,10 @@ STEPS: dict[str, Step] = {
         "export.path, or <point>/export/<format>/: config.json, model.safetensors, README.md",
         ("export.format", "export.path", "export.dtype", "export.check"),
         ("eagle3 export data.scale=8 export.check=true", "eagle3 export export.format=eagle export.path=/models/head"),
+        is_job=True,
     ),
     "import": Step(
-        import_head,
+        point,
         "a published EAGLE-3 head, of either format, measured as it is",
         "draft.init_from: a folder or a hub id; and what `capture` wrote",
         "<study>/<point>/: train.json, records.jsonl, result.json",
@@ -520,6 +520,7 @@ STEPS: dict[str, Step] = {
             "eagle3 import draft.init_from=yuhuili/EAGLE3-LLaMA3.1-Instruct-8B draft.steps=5",
             "eagle3 train draft.init_from=/models/head optim.lr=1e-4      train it further",
         ),
+        sets=("train.regime=none",),  # what it is trained further as is another point
         is_job=True,
     ),
     "serve-bench": Step(
@@ -578,6 +579,7 @@ STEPS: dict[str, Step] = {
         "<study>/report/: report.html, results.csv, fits.json, summary.md, figures/",
         ("study.name", "paths.study"),
         ("eagle3 report study=quickstart",),
+        is_job=True,
     ),
     "store": Step(
         store,

@@ -22,7 +22,8 @@ from eagle3_train.files import content_fingerprint, inside, is_file, read_json, 
 
 SHARED = ("prepare", "capture")  # the steps that the points of a study share, in order
 DIVIDED = ("capture", "regenerate", "roll")  # steps whose work any number of jobs and processes share out
-OF_STUDY = (*SHARED, "regenerate", "roll", "report")  # steps of the study as a whole; the others are steps of a point
+# Steps of a study as a whole, all but the report once for each of its targets; the others are steps of a point.
+OF_STUDY = (*SHARED, "regenerate", "roll", "report")
 TRAINS = ("train", "point")  # the steps that an engine runs
 NOT_OF_THE_DATA = ("mode", "cap_gib", "later_epochs", "silent_minutes")  # of `store`: when states are there, not which
 
@@ -43,10 +44,16 @@ class Job:
 
     @property
     def name(self) -> str:
-        name = self.step if self.step in OF_STUDY else self.cfg.point_name
-        if self.step == "roll" and self.cfg.launch.rolling.session:
-            name = f"{name}-{self.cfg.launch.rolling.session}"
-        return name if self.part is None else f"{name}-{self.part[0]}-of-{self.part[1]}"
+        return self.whole if self.part is None else f"{self.whole}-{self.part[0]}-of-{self.part[1]}"
+
+    @property
+    def whole(self) -> str:
+        """Name of the work of which this job is a part, or all."""
+        if self.step not in OF_STUDY:
+            return self.cfg.point_name
+        session = self.cfg.launch.rolling.session if self.step == "roll" else ""
+        which = session or (self.cfg.data_name if self.step != "report" else "")
+        return f"{self.step}-{which}" if which else self.step
 
     @property
     def folder(self) -> Path:
@@ -85,9 +92,14 @@ class Job:
             write_json(self._stamp, stamp)
         return self.is_done() or self.part is not None or self.step not in (*SHARED, "point")
 
+    def forget(self) -> None:
+        """Let a shared step look again at what it has made, whatever was recorded of it."""
+        if self.step in SHARED:
+            self._stamp.unlink(missing_ok=True)
+
     @property
     def _stamp(self) -> Path:
-        return Path(self.cfg.paths.study) / "steps" / self.step / "done.json"
+        return Path(self.cfg.paths.study) / "steps" / self.whole / "done.json"
 
     def _is_as_stamped(self) -> bool:
         """Whether the step was done with these settings, and what it read then is as it was, as far as it is here."""

@@ -19,7 +19,7 @@ from eagle3_train import config
 from eagle3_train.config import Config
 from eagle3_train.console import say
 from eagle3_train.files import read_json, write_json, write_text
-from launch.jobs import DIVIDED, Job
+from launch.jobs import DIVIDED, OF_STUDY, Job
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def batches_of_step(job: Job, after: Mapping[str, str] | None = None) -> list[Ba
     jobs = (
         [job] if job.step not in DIVIDED or parts == 1 else [Job(job.step, job.cfg, (i, parts)) for i in range(parts)]
     )
-    return [Batch(job.step, jobs, after or {}, at_once=len(jobs))]
+    name = job.whole if job.step in OF_STUDY else job.step
+    return [Batch(name, jobs, after or {}, at_once=len(jobs))]
 
 
 def submit(batches: Sequence[Batch]) -> dict[str, str]:

@@ -15,11 +15,14 @@ from launch import run as run_job
 from launch.coupled import waiting
 from launch.supervise import tail
 from sweeps import status
+from sweeps.points import split
+from sweeps.study import CANCELLED
 
 
 def run(words: Sequence[str], overrides: Sequence[str], usage: Mapping[str, str]) -> int:
     """Do what `words` say with the study that `overrides` name. `usage`: the commands that there are, for the error."""
-    cfg = config.compose(list(overrides))
+    fixed, _ = split(overrides)  # a user repeats the words that started the study; its axes are known by now
+    cfg = config.compose([*fixed.values()])
     study = Path(cfg.paths.study)
     match list(words):
         case ["status"]:
@@ -44,8 +47,8 @@ def run(words: Sequence[str], overrides: Sequence[str], usage: Mapping[str, str]
 
 
 def retry(cfg: Config, names: Sequence[str]) -> None:
-    """Run jobs again, as they were configured: the named ones, or all that failed or were stopped. How they are
-    launched is said by `cfg`."""
+    """Run jobs again, as they were configured: the named ones, or all that failed or were stopped; then the report. How
+    they are launched is said by `cfg`."""
     study = Path(cfg.paths.study)
     chosen = [find(study, name) for name in names]
     if not names:
@@ -54,25 +57,40 @@ def retry(cfg: Config, names: Sequence[str]) -> None:
     if not chosen:
         say("no job of this study has failed")
         return
-    settings = [config.load(found.folder / "config.yaml") for found in chosen]
-    if cfg.rolls or any(resolved.rolls for resolved in settings):
+    jobs = [_again(study, found, cfg) for found in chosen]
+    if cfg.rolls or any(job.cfg.rolls for job in jobs):
         raise ValueError("with store.mode=rolling give `eagle3 study` again: it captures for the points that are left")
-    jobs = []
-    for found, resolved in zip(chosen, settings, strict=True):
-        resolved.launch = cfg.launch
-        step = "point" if found.is_point else found.name.partition("-")[0]
-        jobs.append(Job(step, resolved))
-    if cfg.launch.kind == "slurm":
-        slurm.submit([slurm.Batch("retry", jobs, at_once=cfg.launch.slurm.points_at_once)])
-        return
-    failed = []
     for job in jobs:
-        outcome = run_job(job)
+        job.forget()
+    report = Job("report", cfg)
+    if cfg.launch.kind == "slurm":
+        again = slurm.Batch("retry", jobs, at_once=cfg.launch.slurm.points_at_once)
+        slurm.submit([again, slurm.Batch("report", [report], {again.name: "afterany"})])
+        return
+    failed, points_done = [], 0
+    for job in jobs:
+        outcome = run_job(job, wait=False)
+        if outcome.state == "cancelled":
+            raise Failed(CANCELLED)
         say(f"{job.name}: {outcome.state} in {duration(outcome.seconds)}")
-        if outcome.state != "done":
+        if outcome.state not in ("done", "busy"):
             failed.append(outcome.text(job.name))
+        points_done += job.step == "point" and outcome.state == "done"
+    if not points_done:
+        say("no point is done by this: `eagle3 study` goes on with those that are left")
+    elif (outcome := run_job(report)).state != "done":
+        failed.append(outcome.text(report.name))
     if failed:
         raise Failed("\n".join(failed))
+
+
+def _again(study: Path, found: status.JobFolder, cfg: Config) -> Job:
+    path = found.folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{found.name} has not been started yet: `eagle3 study` runs it")
+    resolved = config.relocated(config.load(path), study)
+    resolved.launch = cfg.launch
+    return Job(found.step, resolved, found.part)
 
 
 def cancel(cfg: Config) -> None:

@@ -1,7 +1,8 @@
 """A study as a Hydra multirun: `python -m sweeps.data_scale -m data.scale=1,2,4,8 seed=0,1`.
 
 Each job prepares and captures if need be and runs one point, in the folders and under the names of `eagle3 study`.
-Points that are done are passed over, so the two may be mixed. A failing point does not stop the others.
+Points that are done are passed over, so the two may be mixed. A failing point does not stop the others. With
+`launch=slurm` the points are submitted, as a study of these axes is.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from eagle3_train import config
 from eagle3_train.cli import guarded
 from eagle3_train.console import duration, say
 from launch import Job, Outcome, run
-from sweeps.points import set_decode
-from sweeps.study import share_data
+from sweeps.points import set_decode, split
+from sweeps.study import run_study, share_data
 
 _failed: dict[str, Outcome] = {}  # Hydra returns nothing from a multirun
 
@@ -42,6 +43,13 @@ def run_one(composed: DictConfig) -> None:
 
 def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `guarded`, which prints them as `eagle3` does
+    words = [word for word in sys.argv[1:] if "=" in word and word[0] != "-" and not word.startswith("hydra")]
+    fixed, swept = split(words)
+    if config.compose([*fixed.values()]).launch.kind == "slurm":
+        run_study([*words, "study.axes={}"])
+        return 0
+    for key in filter(config.is_of_target, swept):  # each job sees one value, and is to know that there are others
+        sys.argv.append(f"++study.axes={{{key}:[{','.join(swept[key])}]}}")
     run_one()
     for name, outcome in _failed.items():
         say(outcome.text(name))

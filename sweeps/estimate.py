@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from eagle3_train.console import duration, size
 from eagle3_train.files import inside, is_file, read_json, read_object
 from launch import Job
 from sweeps import cost
-from sweeps.points import Point, Study
+from sweeps.points import Part, Point, Study
 
 
 def describe(study: Study) -> str:
@@ -30,14 +30,18 @@ def describe(study: Study) -> str:
     lines += [f"  {item} matches no point" for item in study.unmatched]
     if cfg.eval.decode and cfg.eval.decode_tasks and not any(p.cfg.eval.decode for p in study.points):
         lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
-    if missing := missing_data(study):
-        lines.append(f"  {missing}")
-    return "\n".join([*lines, _data(study)])
+    several = len(study.parts) > 1
+    found = [Needs.of(part) for part in study.parts]
+    for part, needs in zip(study.parts, found, strict=True):
+        own = [f"  {missing}"] if (missing := missing_data(part)) else []
+        own += needs.lines
+        lines += [f"  {part.cfg.target.name}:", *(f"  {line}" for line in own)] if several else own
+    return "\n".join([*lines, *([_total(found)] if several else [])])
 
 
-def missing_data(study: Study) -> str:
+def missing_data(part: Part) -> str:
     """What the largest point needs beyond the store; "" where that is enough, or not captured yet."""
-    cfg, largest = study.cfg, study.largest.cfg
+    cfg, largest = part.cfg, part.largest.cfg
     if not is_file(inside(cfg.paths.store, "manifest.json")):
         return ""
     held = cost.data_of(cfg)
@@ -58,37 +62,72 @@ def _length(cfg: Config) -> str:
     return lengths[cfg.train.regime]
 
 
-def _data(study: Study) -> str:
-    """What the study takes: data, disk, FLOPs, hours and traffic, as far as each is known."""
-    cfg, points = study.cfg, [p.cfg for p in study.points]
-    data, shape = cost.data_of(study.largest.cfg), cost.shape_of(cfg)
-    sure = data.sure
-    text = f"  data: {data.sequences:,} sequences, {sure}{data.tokens:,.0f} tokens"
-    if data.exact or data.assumed:
-        text += f", {sure}{data.supervised:,.0f} of them supervised"
-    if shape is None:
-        return f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"
-    flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
-    speed = Speed.of(cfg, (p.dir for p in study.points))
-    tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
-    capture, tflops = cost.capture_flops(shape, tokens), cfg.plan.capture_tflops
-    lines = [
-        text,
-        f"  disk: {sure}{size(cost.store_bytes(cfg, shape, data))} of hidden states, at most "
-        f"{size(cost.checkpoint_bytes(points, shape))} of checkpoints",
-        *(_rolling(cfg, points, shape, data) if cfg.rolls else ()),
-        f"  compute: {sure}{capture:.2g} FLOPs to capture"
-        + (f" ({capture / tflops / 3.6e15:,.0f} device-hours at plan.capture_tflops={tflops:g})" if tflops else "")
-        + f", {sure}{flops:.2g} to train all points{speed.text(flops) if speed else ''}",
-    ]
-    if tflops:
-        rate = tflops * 1e12 / cost.capture_flops(shape, 1)
-        lines.append(
-            f"  a device captures {rate:,.0f} tokens/s, and writes {size(rate * cost.token_bytes(cfg, shape))}/s"
-        )
-    if speed and flops:
-        lines += _traffic(study.largest.cfg, shape, data, speed)
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Needs:
+    """What the points of one target take, as far as it is known. `lines`: in words. All but `data` are None where the
+    target's shape is not known; times in seconds, where a speed is known."""
+
+    lines: list[str]
+    data: cost.Data
+    store: float | None = None  # bytes of hidden states
+    checkpoints: float | None = None  # bytes
+    capture: float | None = None  # FLOPs
+    training: float | None = None  # FLOPs
+    capture_s: float | None = None  # on one device
+    training_s: float | None = None
+
+    @classmethod
+    def of(cls, part: Part) -> Needs:
+        cfg, points = part.cfg, [p.cfg for p in part.points]
+        data, shape = cost.data_of(part.largest.cfg), cost.shape_of(cfg)
+        sure = data.sure
+        text = f"  data: {data.sequences:,} sequences, {sure}{data.tokens:,.0f} tokens"
+        if data.exact or data.assumed:
+            text += f", {sure}{data.supervised:,.0f} of them supervised"
+        if shape is None:
+            return cls([f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"], data)
+        flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
+        speed = Speed.of(cfg, (p.dir for p in part.points))
+        tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
+        capture, tflops = cost.capture_flops(shape, tokens), cfg.plan.capture_tflops
+        store, checkpoints = cost.store_bytes(cfg, shape, data), cost.checkpoint_bytes(points, shape)
+        capture_s = capture / tflops / 1e12 if tflops else None
+        lines = [
+            text,
+            f"  disk: {sure}{size(store)} of hidden states, at most {size(checkpoints)} of checkpoints",
+            *(_rolling(cfg, points, shape, data) if cfg.rolls else ()),
+            f"  compute: {sure}{capture:.2g} FLOPs to capture"
+            + (f" ({capture_s / 3600:,.0f} device-hours at plan.capture_tflops={tflops:g})" if capture_s else "")
+            + f", {sure}{flops:.2g} to train all points{speed.text(flops) if speed else ''}",
+        ]
+        if tflops:
+            rate = tflops * 1e12 / cost.capture_flops(shape, 1)
+            lines.append(
+                f"  a device captures {rate:,.0f} tokens/s, and writes {size(rate * cost.token_bytes(cfg, shape))}/s"
+            )
+        if speed and flops:
+            lines += _traffic(part.largest.cfg, shape, data, speed)
+        training_s = flops / speed.flops_per_s if speed else None
+        return cls(lines, data, store, checkpoints, capture, flops, capture_s, training_s)
+
+
+def _total(found: Sequence[Needs]) -> str:
+    """Of all targets of a study: what is known of each of them."""
+    known = [needs.data for needs in found]
+    sure = "" if all(d.exact for d in known) else "about " if any(d.assumed for d in known) else "at most "
+    parts = [f"  in total: {sure}{sum(data.tokens for data in known):,.0f} tokens"]
+    for name, show, words in (
+        ("store", size, "of hidden states"),
+        ("checkpoints", size, "of checkpoints at most"),
+        ("capture", "{:.2g}".format, "FLOPs to capture"),
+        ("capture_s", duration, "of one device for that"),
+        ("training", "{:.2g}".format, "FLOPs to train all points"),
+        ("training_s", duration, "for that"),
+    ):
+        values = [getattr(needs, name) for needs in found]
+        if None not in values:
+            parts.append(f"{show(sum(values))} {words}")
+    return ", ".join(parts)
 
 
 def _traffic(cfg: Config, shape: cost.Shape, data: cost.Data, speed: Speed) -> list[str]:

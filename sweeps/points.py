@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from eagle3_train import config
@@ -32,21 +31,30 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Points that share their data, which `cfg` describes: those of one target."""
+
+    cfg: Config
+    points: list[Point]
+
+    @property
+    def largest(self) -> Point:
+        """The point that needs the most data."""
+        return max(self.points, key=lambda p: p.cfg.data.tokens or p.cfg.data.sequences or 0)
+
+
+@dataclass(frozen=True)
 class Study:
     """`cfg` is the study's own configuration, without the axes. The points are in the order of the axes."""
 
     cfg: Config
+    parts: list[Part]  # one a target
     points: list[Point]
     unmatched: list[str]  # items of study.exclude and study.decode_points that no point has
 
     @property
     def dir(self) -> Path:
         return Path(self.cfg.paths.study)
-
-    @property
-    def largest(self) -> Point:
-        """The point that needs the most data."""
-        return max(self.points, key=lambda p: p.cfg.data.tokens or p.cfg.data.sequences or 0)
 
 
 def plan(overrides: Sequence[str]) -> Study:
@@ -57,16 +65,18 @@ def plan(overrides: Sequence[str]) -> Study:
     of the study file's. Of several overrides of one key the last holds. Raises ValueError for points that would have to
     share a name or data that they do not share.
     """
-    fixed, swept = _split(overrides)
+    fixed, swept = split(overrides)
     instead = _axes_of(fixed.pop("study.axes", None))
     raw = config.compose_raw([*fixed.values()])
-    base = config.resolve(deepcopy(raw))
-    of_file = {key: [literal(v) for v in values] for key, values in base.study.axes.items()}
+    of_file = {key: [literal(v) for v in values] for key, values in config.resolve(deepcopy(raw)).study.axes.items()}
     axes = (of_file if instead is None else instead) | swept
     if empty := [key for key, values in axes.items() if not values]:
-        raise ValueError(f"study {base.study.name!r}: axis {empty[0]} has no values; ~study.axes.{empty[0]} removes it")
+        raise ValueError(f"study {raw.study.name!r}: axis {empty[0]} has no values; ~study.axes.{empty[0]} removes it")
     for key in axes.keys() & fixed.keys():  # the user fixed an axis
         axes[key] = [fixed.pop(key).partition("=")[2]]
+    values = {key: [_parsed(key, value) for value in of] for key, of in axes.items()}
+    OmegaConf.update(raw, "study.axes", values, merge=False)
+    base = config.resolve(deepcopy(raw))
     points, found = [], set()
     items = [("exclude", i) for i in base.study.exclude] + [("decode_points", i) for i in base.study.decode_points]
     for chosen, cfg in _compositions([*fixed.values()], raw, axes):
@@ -76,30 +86,40 @@ def plan(overrides: Sequence[str]) -> Study:
             continue
         set_decode(cfg, chosen)
         points.append(Point(cfg.point_name, cfg, chosen))
-    _check(base, points)
-    base.study.axes = {key: [yaml.safe_load(value) for value in values] for key, values in axes.items()}
+    parts = []
+    for chosen, cfg in _compositions([*fixed.values()], raw, {k: v for k, v in axes.items() if config.is_of_target(k)}):
+        own = [p for p in points if chosen.items() <= p.overrides.items()]
+        if own:
+            parts.append(Part(cfg, own))
+    _check(base, parts)
     unmatched = [f"study.{key}: {literal(item)}" for n, (key, item) in enumerate(items) if n not in found]
-    return Study(base, points, unmatched)
+    return Study(base, parts, points, unmatched)
 
 
 def _compositions(
     fixed: list[str], raw: DictConfig, axes: Mapping[str, list[str]]
 ) -> Iterator[tuple[dict[str, str], Config]]:
     """The configuration of every combination. Hydra composes once for each choice of config groups (a quarter of a
-    second each; `raw` is that of none); values of single keys are then set in copies, as Hydra itself sets them."""
+    second each; `raw` is that of none); values of single keys, and of the keys that a mapping in place of a group's
+    choice has, are then set in copies, as Hydra itself sets them."""
     groups = {p.name for p in config.conf_dir().iterdir() if p.is_dir()}
     composed: dict[tuple[str, ...], DictConfig] = {(): raw}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
-        choice = tuple(f"{key}={value}" for key, value in chosen.items() if key in groups)
+        by_name = {key: value for key, value in chosen.items() if key in groups and not value.startswith("{")}
+        choice = tuple(f"{key}={value}" for key, value in by_name.items())
         if choice not in composed:
             composed[choice] = config.compose_raw([*fixed, *choice])
+            composed[choice].study.axes = raw.study.axes
         cfg = deepcopy(composed[choice])
-        for key, value in chosen.items():
-            if key not in groups:
-                (parsed,) = parse_overrides([f"{key}={value}"])
-                OmegaConf.update(cfg, key, parsed.value())
+        for key in chosen.keys() - by_name.keys():
+            OmegaConf.update(cfg, key, _parsed(key, chosen[key]))
         yield chosen, config.resolve(cfg)
+
+
+def _parsed(key: str, value: str) -> Any:
+    """A value of an axis, as Hydra reads it on its command line."""
+    return parse_overrides([f"{key}={value}"])[0].value()
 
 
 def set_decode(cfg: Config, chosen: Mapping[str, str]) -> None:
@@ -140,7 +160,7 @@ def literal(value: Any) -> str:
     return str(value)
 
 
-def _split(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+def split(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Overrides of one value by their key, and those of several (`seed=0,1`) as axes."""
     fixed: dict[str, str] = {}
     swept: dict[str, list[str]] = {}
@@ -165,20 +185,31 @@ def _axes_of(override: str | None) -> dict[str, list[str]] | None:
     return {str(k): [literal(x) for x in (v if isinstance(v, list) else [v])] for k, v in value.items()}
 
 
-def _check(base: Config, points: list[Point]) -> None:
-    if not points:
+def _check(base: Config, parts: list[Part]) -> None:
+    if not parts:
         raise ValueError(f"study {base.study.name!r} has no point: study.exclude leaves none")
     names: dict[str, Point] = {}
-    for point in points:
+    for point in (p for part in parts for p in part.points):
         if (other := names.setdefault(point.name, point)) is not point:
             raise ValueError(
                 f"study {base.study.name!r}: {point.overrides} and {other.overrides} define the same point "
                 f"{point.name}: remove the axis that changes nothing"
             )
-    if shape := shape_of(base):
-        config.check_layer_ids(base.capture.layer_ids, shape.layers)
-    if len({data_identity(p.cfg) for p in points}) > 1:
-        raise ValueError(
-            f"study {base.study.name!r}: its points do not share their data (an axis changes target, corpus, capture, "
-            "store or eval.tasks): make a study for each such value"
-        )
+    for part in parts:
+        if shape := shape_of(part.cfg):
+            config.check_layer_ids(part.cfg.capture.layer_ids, shape.layers)
+        if len({data_identity(p.cfg) for p in part.points}) > 1:
+            varied = [k for k in base.study.axes if k.partition(".")[0] in ("corpus", "capture", "store", "eval")]
+            raise ValueError(
+                f"study {base.study.name!r}: its points share what is prepared and captured once, and the axis "
+                f"{' and '.join(varied)} would change that: make a study for each value (study.name=...); `python -m "
+                "analysis STUDY STUDY` reads several. Of such axes only the target has data of its own in a study"
+            )
+    for first, second in itertools.combinations([part.cfg for part in parts], 2):
+        for name in ("corpus", "store", "target"):
+            if (path := getattr(first.paths, name)) == getattr(second.paths, name):
+                raise ValueError(
+                    f"study {base.study.name!r}: the targets {first.target.model} and {second.target.model} would "
+                    f"share paths.{name}={path}: give each a target.name of its own, as 'target={{name: a, model: "
+                    f"FOLDER}}' does, and leave paths.{name} alone, or name its folder by ${{target.name}}"
+                )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from eagle3_train.files import json_lines, read_json
 from launch.jobs import SHARED, Job
 from launch.lock import holder_of
 from launch.supervise import last_words, tail
+
+IN_THE_NAME = ("draft", "data.scale", "seed")  # axes that the name of a point tells
 
 
 @dataclass(frozen=True)
@@ -36,30 +39,49 @@ class JobStatus:
     seconds_left: float | None = None
     host: str | None = None
     reason: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)  # of a point: what the axes of the study set
 
 
 @dataclass(frozen=True)
 class JobFolder:
+    """`plan`: the configuration that the study has for it now. There is none of a job that was started without one."""
+
     name: str
+    step: str
     folder: Path
-    is_point: bool
+    plan: Path | None = None
+    part: tuple[int, int] | None = None  # see `Job`
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 def jobs(study: Path) -> list[JobFolder]:
     """The shared steps, then the points of the plan, then points that were run without it."""
     if not (study / "study.yaml").is_file() and not any(study.glob("**/config.yaml")):
         raise ValueError(f"{study} holds no study yet: `eagle3 study` starts one (study=NAME chooses another)")
+    plans = {path.parent.name: path for path in sorted(study.glob("targets/*/study.yaml"))}
+    plans = plans or {"": study / "study.yaml"}
+    planned_steps = {f"{step}-{of}" if of else step: plan for of, plan in plans.items() for step in SHARED}
+    begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
+    shared = [
+        JobFolder(name, name.partition("-")[0], study / "steps" / name, planned_steps.get(name), _part_of(name))
+        for name in dict.fromkeys([*planned_steps, *begun])
+    ]
     planned = _planned(study / "points.json")
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
-    begun = sorted(p.parent.name for p in study.glob("steps/*/config.yaml"))
-    steps = dict.fromkeys([*SHARED, *begun])
-    shared = [JobFolder(step, study / "steps" / step, False) for step in steps]
-    return shared + [JobFolder(name, study / name, True) for name in dict.fromkeys(planned + started)]
+    names = dict.fromkeys([*planned, *started])
+    return [*shared, *(JobFolder(n, "point", study / n, settings=planned.get(n, {})) for n in names)]
 
 
-def _planned(path: Path) -> list[str]:
+def _part_of(name: str) -> tuple[int, int] | None:
+    """The part that a job's name tells."""
+    found = re.fullmatch(r".+-(\d+)-of-(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _planned(path: Path) -> dict[str, dict[str, str]]:
+    """Name of a point -> what the axes set."""
     try:
-        return [point["name"] for point in read_json(path)] if path.is_file() else []
+        return {point["name"]: point["overrides"] for point in read_json(path)} if path.is_file() else {}
     except (KeyError, TypeError) as e:
         raise ValueError(f"{path} does not hold what it should: `eagle3 study` with the same options writes it") from e
 
@@ -99,11 +121,15 @@ def _counts(rows: list[JobStatus]) -> str:
 
 def _table(rows: list[JobStatus]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("job", "state", "step", "tokens/s", "time", "left", "note"):
-        table.add_column(column, justify="left" if column in ("job", "state", "note") else "right", overflow="fold")
-    for row in rows:
+    settings = [" ".join(f"{k}={_short(v)}" for k, v in row.settings.items() if k not in IN_THE_NAME) for row in rows]
+    of_points = ("settings",) if any(settings) else ()
+    words = ("job", *of_points, "state", "note")
+    for column in ("job", *of_points, "state", "step", "tokens/s", "time", "left", "note"):
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    for row, setting in zip(rows, settings, strict=True):
         table.add_row(
             row.name,
+            *((setting,) if of_points else ()),
             row.state,
             f"{row.step}/{row.steps or '?'}" if row.step is not None else "",
             f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "",
@@ -114,10 +140,16 @@ def _table(rows: list[JobStatus]) -> Table:
     return table
 
 
+def _short(value: str) -> str:
+    """Of a mapping, which stands for a model of the user's own, its name."""
+    named = re.match(r"\{name:'?([\w.-]+)", value)
+    return named[1] if named else value
+
+
 def _readable(study: Path, job: JobFolder) -> JobStatus:
     """One job's damaged file hides no other job."""
     try:
-        return _status(study, job)
+        return replace(_status(study, job), settings=job.settings)
     except ValueError as e:
         return JobStatus(job.name, "damaged", reason=str(e))
     except (AttributeError, KeyError, TypeError):  # JSON, but not what was written there
@@ -141,6 +173,9 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
         return JobStatus(job.name, "done", attempt, **progress, seconds=seconds)
     if not last:
         return JobStatus(job.name, "queued")
+    if last["state"] == "done":
+        reason = "done, with other settings or data than now: `eagle3 study` runs it again"
+        return JobStatus(job.name, "queued", attempt, host=last["host"], reason=reason)
     if last["state"] == "failed":
         log = [line for line in last_words(job.folder) if not line.startswith(("srun:", "slurmstepd"))]
         reason = ": ".join([last["reason"], *log[-1:]])
@@ -150,12 +185,13 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
 
 
 def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:
-    """By what it made: points and shared steps; by how it ended: all else."""
-    plan = study / "study.yaml"  # a shared step may have been started alone, without a study
-    path = plan if job.name in SHARED and plan.is_file() else job.folder / "config.yaml"
-    if job.is_point or job.name in SHARED:
-        step = "point" if job.is_point else job.name
-        return path.is_file() and Job(step, config.relocated(config.load(path), study)).is_done()
+    """By what it made: points and shared steps; by how it ended: all else, and a part of a step that is not done."""
+    path = job.plan if job.plan and job.plan.is_file() else job.folder / "config.yaml"
+    if job.step in ("point", *SHARED) and path.is_file():
+        if Job(job.step, config.relocated(config.load(path), study)).is_done():
+            return True
+        if job.part is None:
+            return False
     return last.get("state") == "done"
 
 

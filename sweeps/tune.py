@@ -84,7 +84,8 @@ def tune(overrides: Sequence[str]) -> list[Choice]:
     say(f"{KEY} at {scales[0]:g}x, seed {first_seed}, by the validation loss; {len(groups)} choice(s) to make")
     if cfg.dry_run:
         return []
-    share_data(cfg)
+    for part in study.parts:
+        share_data(part.cfg)
     choices = []
     for of, members in groups.items():
         losses = {scales[0]: _losses(p for p in members if p.cfg.data.scale == scales[0])}

@@ -27,7 +27,7 @@ from .ends import has_target, write_target
 from .passes import announce_rolling, refuse_while_captured
 from .plan import MAY_DIFFER, Job, plan, require_disk
 
-LOG = "capture.jsonl"  # in the study's folder: a line a captured shard
+LOG = "capture.jsonl"  # in paths.data: a line a captured shard
 
 
 def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def log(self) -> Path:
-        return Path(self.cfg.paths.study) / LOG
+        return Path(self.cfg.paths.data) / LOG
 
     def run(self, units: list[tuple[Job, int]], train_dtype: torch.dtype) -> None:
         """Capture `units` (job, shard). The target is loaded once a compute dtype, not at all if nothing is left."""

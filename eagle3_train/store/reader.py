@@ -90,7 +90,10 @@ class Store:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             there = " ".join(self.folder.show(s.name) for s in bad if s.name in sizes)
             remove = f"remove them (rm {there}) and " if there else ""
-            raise ValueError(f"{'; '.join(shown)}{more}: {remove}run eagle3 capture again, which redoes these alone")
+            raise ValueError(
+                f"{'; '.join(shown)}{more}: {remove}run eagle3 capture again (of a study: eagle3 study retry capture), "
+                "which redoes these alone"
+            )
         return self
 
     def __getitem__(self, row: int) -> Sequence:

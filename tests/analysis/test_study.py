@@ -213,3 +213,16 @@ def test_different_stores_are_a_warning(study: Path) -> None:
     assert any(
         "different stores" in w for w in analyse(Table(runs, table.records), replicates=30, quantities=TAU).warnings
     )
+
+
+def test_targets_have_curves_of_their_own(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "targets", trainable=1_000_000)
+    write_study(folder, trainable=4_000_000, seed=3, suffix="-large")
+    table = load_runs(folder)
+    large = table.runs["point"].str.endswith("-large")
+    runs = table.runs.assign(target=np.where(large, "large", "small"), store_fingerprint=np.where(large, "b", "a"))
+    analysis = analyse(Table(runs, table.records), replicates=50, quantities=TAU)
+    assert [s.label for s in analysis.series] == ["EAGLE-3, large", "EAGLE-3, small"]
+    assert [c.replicates for c in analysis.comparisons] == [50]
+    assert not analysis.joint  # a head is larger there because its target is: no law of the draft's size
+    assert not any("different stores" in w for w in analysis.warnings)

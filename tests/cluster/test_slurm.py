@@ -21,6 +21,7 @@ from sweeps import status
 from tests.capture.test_capture import overrides, write_chats
 from tests.sweeps.conftest import ROOT, Bench, wait_until
 from tests.sweeps.test_study import NAMES
+from tests.sweeps.test_targets import TARGETS
 from tests.train.results import losses
 
 SCRIPT = Path(__file__).parent / "cluster.sh"
@@ -199,6 +200,27 @@ def test_a_failing_shared_step_ends_what_depends_on_it(bench: Bench, limited: Be
     wait_for_the_end(bench)
     assert states(bench)["prepare"] == "failed"
     assert bench.calls() == ["prepare"]
+
+
+def test_a_target_whose_data_cannot_be_made_stops_no_other(bench: Bench, limited: Bench) -> None:
+    home = bench.study / "targets" / "small"
+    home.mkdir(parents=True)
+    (home / "corpus").write_text("in the way")
+    bench.run("study", TARGETS, "launch=slurm", "launch.slurm.capture_jobs=2")
+    wait_for_the_end(bench)
+    seen = states(bench)
+    assert [seen[name] for name in names(bench)] == ["queued", "queued", "done", "done"]
+    assert [seen[f"{step}-small"] for step in ("prepare", "capture")] == ["failed", "queued"]
+    assert [seen[f"capture-large{part}"] for part in ("", "-0-of-2", "-1-of-2")] == ["done"] * 3
+    assert bench.calls()[-1] == "report"
+    (home / "corpus").unlink()
+    bench.run("study", "retry", "launch=slurm")
+    wait_for_the_end(bench)
+    assert states(bench)["prepare-small"] == "done"
+    bench.run("study", TARGETS, "launch=slurm", "launch.slurm.capture_jobs=2")
+    assert list(submissions(bench)) == ["capture-small", "points-small", "report"]
+    wait_for_the_end(bench)
+    assert [states(bench)[name] for name in names(bench)] == ["done"] * 4
 
 
 def test_cancel_ends_everything(bench: Bench, limited: Bench) -> None:

@@ -41,3 +41,13 @@ def test_a_mistake_is_one_line(bench: Bench) -> None:
     assert out.startswith("error: there is no key 'data.scal': did you mean data.scale")
     out = bench.run("-m", "data.scale=999", module=MODULE, code=2)
     assert "raise corpus.sequences" in out.splitlines()[-1]
+
+
+def test_with_slurm_a_multirun_is_submitted_as_a_study_of_its_axes(bench: Bench) -> None:
+    axes = ("-m", "data.scale=1,2", "draft=eagle3,eagle1", "seed=0,1", "launch=slurm")
+    out = bench.run(*axes, "dry_run=true", module=MODULE)
+    assert "8 points, 0 done" in out
+    assert "3. points: 8 job(s), starts when prepare has succeeded, and capture has succeeded" in out
+    assert "#SBATCH --array=0-7%8" in out
+    assert "there is no sbatch on this machine" in bench.run(*axes, module=MODULE, code=2, PATH="")
+    assert bench.calls() == []

@@ -28,7 +28,7 @@ def test_points_are_the_product_of_the_axes(default: Study) -> None:
     assert len(study.points) == 8
     assert [(p.cfg.data.scale, p.cfg.seed) for p in study.points] == [(x, s) for x in (1, 2, 4, 8) for s in (0, 1)]
     assert len({p.name for p in study.points}) == 8
-    assert study.largest.cfg.data.scale == 8
+    assert study.parts[0].largest.cfg.data.scale == 8
 
 
 def test_a_point_has_the_name_and_the_folder_that_its_step_alone_would_give_it() -> None:
@@ -96,7 +96,7 @@ def test_decode_points(default: Study) -> None:
         (["study.exclude=[{data.scal: 1}]"], r"'data\.scal', which is no key"),
         (["train.log_every=1,2"], "define the same point"),
         (["engine=single,ddp"], "define the same point"),
-        (["capture.layer_ids=[1,2,3],[2,3,4]"], "do not share their data"),
+        (["capture.layer_ids=[1,2,3],[2,3,4]"], r"the axis capture\.layer_ids would change that: make a study"),
         (["data.scale=1,999"], r"corpus\.sequences"),
         (["study.axes={seed: []}"], "axis seed has no values"),
     ],

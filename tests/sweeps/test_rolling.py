@@ -97,7 +97,7 @@ def test_groups_follow_each_other(bench: Bench) -> None:
 
 def test_on_a_cluster_two_coupled_jobs_start_beside_each_other(tmp_path: Path) -> None:
     planned = plan([*STUDY, "store.cap_gib=1", "launch=slurm", "launch.rolling.workers=3", f"paths.outputs={tmp_path}"])
-    workers, points = coupled_batches(planned, planned.points, {"capture": "afterok"})
+    workers, points = coupled_batches(planned.parts[0], planned.points, {"capture": "afterok"})
     assert (workers.name, points.name) == ("roll-0", "points-0")
     assert workers.after == points.after == {"capture": "afterok"}
     assert "--array=0-2%3" in render(workers)
@@ -108,7 +108,7 @@ def test_on_a_cluster_two_coupled_jobs_start_beside_each_other(tmp_path: Path) -
     }
     one_by_one = [*STUDY, "store.cap_gib=1", "launch=slurm", "launch.rolling.points_at_once=1"]
     planned = plan([*one_by_one, f"paths.outputs={tmp_path}"])
-    *_, second = coupled_batches(planned, planned.points, {"capture": "afterok"})
+    *_, second = coupled_batches(planned.parts[0], planned.points, {"capture": "afterok"})
     assert second.after == {"capture": "afterok", "roll-0": "afterany", "points-0": "afterany"}
 
 

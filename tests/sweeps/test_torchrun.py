@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+from eagle3_train import config
 from sweeps import status
 from tests.sweeps.conftest import Bench
 
@@ -47,3 +48,13 @@ def test_what_the_user_got_wrong_is_one_line_of_one_rank(bench: Bench) -> None:
 def test_a_single_process_engine_is_refused_for_many(bench: Bench) -> None:
     out = bench.run("train", "engine=single", "launch.nproc_per_node=2", code=2)
     assert "engine=single is one process, but launch asks for 1 x 2: use engine=ddp" in out
+
+
+def test_an_imported_head_is_measured_through_a_launcher_too(bench: Bench) -> None:
+    bench.run("prepare")
+    bench.run("capture")
+    bench.run("import", "draft.init_from=/models/head", "launch.nproc_per_node=2", "eval.decode=false")
+    (job,) = (s for s in status.collect(bench.study) if s.name.startswith("eagle3"))
+    assert config.load(bench.study / job.name / "config.yaml").train.regime == "none"
+    assert bench.calls("trained") == [f"trained {job.name}"]
+    assert (bench.study / job.name / "result.json").is_file()
