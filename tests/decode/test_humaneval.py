@@ -8,6 +8,7 @@ target's last layer drafts the tree, and prompt lookup, which is often right, th
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +65,22 @@ def test_humaneval_is_decoded_as_the_target_alone_does(real_target: Path, capsys
     stops = stop_ids(real_target, tokenizer)
     layer_ids, ways = heads(model)
     runner = TargetRunner(model, layer_ids, SLOTS)
-    requests = []
     problems = list(read_problems().values())[: int(os.environ[REQUEST])]
-    for problem in problems:
-        chat = [{"role": "user", "content": problem["prompt"]}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-        requests.append(Request(torch.tensor(ids), NEW))
-    own = decode_plain(runner, requests, stops)
-    for head, way in ways:
-        outs = decode_speculative(runner, head, way, requests, stops)
-        assert sum(sum(out.accepted) for out in outs), "no draft was ever right"
-        with capsys.disabled():
-            # Raises where a difference is no tie of the target's own logits.
-            found = [
-                compare(runner, request.prompt_ids, plain.tokens, out.tokens, problem["task_id"])
-                for problem, request, plain, out in zip(problems, requests, own, outs, strict=True)
-            ]
-            tokens, cycles = (sum(map(len, x)) for x in zip(*((o.tokens[1:], o.accepted) for o in outs), strict=True))
-            print(
-                f"{way.shape}: {sum(f['lossless'] for f in found)} of {len(found)} outputs of {NEW} tokens equal, the "
-                f"others by a tie; {tokens} tokens in {cycles} forwards, tau {tokens / cycles:.3f}"
-            )
+    counts = {way.shape: Counter[str]() for _, way in ways}
+    for first in range(0, len(problems), SLOTS):  # group by group, so that an interrupted run has said something
+        group = problems[first : first + SLOTS]
+        chats = [[{"role": "user", "content": problem["prompt"]}] for problem in group]
+        ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+        requests = [Request(torch.tensor(prompt), NEW) for prompt in ids]
+        own = decode_plain(runner, requests, stops)
+        for head, way in ways:
+            outs = decode_speculative(runner, head, way, requests, stops)
+            with capsys.disabled():
+                for problem, request, plain, out in zip(group, requests, own, outs, strict=True):
+                    # Raises where a difference is no tie of the target's own logits.
+                    found = compare(runner, request.prompt_ids, plain.tokens, out.tokens, problem["task_id"])
+                    counts[way.shape] += Counter(
+                        prompts=1, equal=found["lossless"], tokens=len(out.tokens) - 1, forwards=len(out.accepted)
+                    )
+                print(f"{way.shape}: {dict(counts[way.shape])}", flush=True)
+    assert all(n["tokens"] > n["forwards"] for n in counts.values()), "no draft was ever right"
