@@ -30,7 +30,8 @@ from eagle3_train import config
 from eagle3_train.capture.generate import Prompt, Sampling, generate
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.loop import decode_plain, decode_speculative
-from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.runner import Query, TargetRunner
+from eagle3_train.decode.schedule import Request
 from eagle3_train.evaluate.transcripts import open_transcripts
 from eagle3_train.store import inside
 from eagle3_train.target import load_target
@@ -66,12 +67,12 @@ def bench_forward(runner: TargetRunner) -> dict[int, float]:
     def forward(n: int, way: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         def run() -> None:
             head.forward = way  # type: ignore[method-assign]
-            runner.cache.truncate(CACHED)
-            runner.forward(torch.arange(n))
+            runner.cache.truncate(0, CACHED)
+            runner.forward([Query(torch.arange(n))])
 
         return run
 
-    runner.forward(torch.arange(CACHED))
+    runner.forward([Query(torch.arange(CACHED))])
     plain = nn.Linear.forward.__get__(head)
     ways = {f"{name}{n}": forward(n, way) for n in (1, 2, 4, 6, 8) for name, way in (("", ours), ("before ", plain))}
     found = seconds(**ways)
@@ -142,14 +143,14 @@ def bench_decode(cfg: config.Config, runner: TargetRunner, head: Any, prompts: i
     used = {"plain": 0.0, "drafted": 0.0}
     tokens = forwards = same = 0
     for number, transcript in enumerate(transcripts.read(prompts)):
-        ids = torch.from_numpy(transcript.prompt_ids.astype("int64"))
+        request = Request(torch.from_numpy(transcript.prompt_ids.astype("int64")), task.new_tokens)
         outputs = {}
         for way in ("plain", "drafted") if number % 2 else ("drafted", "plain"):
             start = time.process_time()
             if way == "plain":
-                outputs[way] = decode_plain(runner, ids, task.new_tokens, [])
+                outputs[way] = decode_plain(runner, [request], [])[0]
             else:
-                outputs[way] = decode_speculative(runner, head, Chain(head.steps), ids, task.new_tokens, [])
+                outputs[way] = decode_speculative(runner, head, Chain(head.steps), [request], [])[0]
             used[way] += time.process_time() - start
         tokens += len(outputs["drafted"].tokens) - 1
         forwards += len(outputs["drafted"].accepted)

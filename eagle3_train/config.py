@@ -370,6 +370,7 @@ class EvalConfig:
     tasks: list[TaskConfig] = field(default_factory=list)  # name, source, prompts, new_tokens, max_prompt_tokens each
     decode_tasks: list[str] = field(default_factory=list)  # tasks that `evaluate` also decodes for real
     decode_prompts: int = 16  # prompts a decoded task, the first ones
+    decode_batch: int = 1  # prompts decoded at once, plainly and with drafts: the speed-up is at this batch size
     decode: bool = True  # decode with the real target besides the replay
     decode_dtype: str = "fp32"  # fp32 | bf16; in fp32, greedy decoding equals the target token for token
     trees: list[TreeConfig] = field(default_factory=list)  # draft trees to measure besides the chain
@@ -598,7 +599,13 @@ class Config:
     @property
     def decode_identity(self) -> dict[str, Any]:
         """What defines decoding with the real target, where it is asked for, besides `eval_identity`."""
-        return {"prompts": self.eval.decode_prompts, "dtype": self.eval.decode_dtype}
+        identity = {
+            "prompts": self.eval.decode_prompts,
+            "dtype": self.eval.decode_dtype,
+            "decode_batch": self.eval.decode_batch,
+        }
+        _drop_defaults(identity, EvalConfig(), ("decode_batch",))
+        return identity
 
 
 def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...]) -> None:
@@ -708,6 +715,7 @@ POSITIVE = (
     "eval.bootstrap",
     "eval.generate_batch",
     "eval.decode_prompts",
+    "eval.decode_batch",
     "serve.prompts",
     "serve.start_minutes",
     "launch.nproc_per_node",
@@ -781,6 +789,7 @@ AT_MOST: dict[str, float] = {
     "optim.weight_decay": 100,
     "eval.bootstrap": 10**5,
     "eval.decode_prompts": 10**6,
+    "eval.decode_batch": 10**4,
     "eval.generate_batch": 10**5,
     "engine.shard_size": 10**5,
     "launch.nproc_per_node": 1024,

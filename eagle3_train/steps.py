@@ -371,8 +371,8 @@ TRAINING = (
     "optim.decay", "engine.kind", "tracker.kinds", "device", "dry_run",
 )  # fmt: skip
 EVALUATION = (
-    "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_dtype",
-    "eval.bootstrap",
+    "eval.tasks", "eval.trees", "eval.decode", "eval.decode_tasks", "eval.decode_prompts", "eval.decode_batch",
+    "eval.decode_dtype", "eval.bootstrap",
 )  # fmt: skip
 
 STEPS: dict[str, Step] = {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.runner import Output
+from eagle3_train.decode.runner import Output, Query
 from eagle3_train.decode.sampling import Sampling
 
 VOCAB = 4
@@ -23,36 +23,38 @@ class TableRunner:
     max_length = None
     device = torch.device("cpu")
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, slots: int = 1) -> None:
         self.table = 1.5 * torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
-        self.text: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return len(self.text)
+        self.slots = slots
+        self.texts: list[list[int]] = []  # of the sequences in flight
 
     def reset(self) -> None:
-        self.text = []
+        self.texts = []
 
-    def keep(self, base: int, rows: Sequence[int]) -> None:
-        self.text = self.text[:base] + [self.text[base + r] for r in rows]
+    def remove(self, slot: int) -> None:
+        last = self.texts.pop()
+        self.texts[slot : slot + 1] = [last] if slot < len(self.texts) else []
+
+    def keep(self, slot: int, n: int, rows: Sequence[int]) -> None:
+        text = self.texts[slot]
+        self.texts[slot] = text[: len(text) - n] + [text[len(text) - n + r] for r in rows]
 
     def forward(
-        self,
-        tokens: Tensor,
-        *,
-        features: bool = True,
-        last_only: bool = False,
-        positions: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> Output:
-        new = tokens.tolist()
+        self, queries: Sequence[Query], *, first: int = 0, features: bool = True, last_only: bool = False
+    ) -> list[Output]:
+        if first == len(self.texts):
+            self.texts.append([])
+        assert len(self.texts) <= self.slots
+        return [self._run(self.texts[first + b], query, last_only) for b, query in enumerate(queries)]
+
+    def _run(self, text: list[int], query: Query, last_only: bool) -> Output:
+        new = query.tokens.tolist()
         pairs = []
         for i in range(len(new)):
-            path = range(i + 1) if visible is None else visible[i].nonzero()[:, 0].tolist()
-            assert positions is None or int(positions[i]) == len(self.text) + len(path) - 1
-            pairs.append([0, *self.text, *(new[j] for j in path)][-2:])
-        self.text += new
+            path = range(i + 1) if query.visible is None else query.visible[i].nonzero()[:, 0].tolist()
+            assert query.depths is None or int(query.depths[i]) == len(path) - 1
+            pairs.append([0, *text, *(new[j] for j in path)][-2:])
+        text += new
         logits = self.table[[a for a, _ in pairs], [b for _, b in pairs]]
         return Output(logits[-1:] if last_only else logits, torch.zeros(len(new), 1, 1))
 

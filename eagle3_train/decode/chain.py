@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.loop import DraftHead, Generation, Proposal, Verdict, decode_speculative, widen
-from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.loop import DraftHead, Proposal, Verdict, widen
 from eagle3_train.decode.sampling import GREEDY, Sampling, accept_chosen, accept_drawn, draw
 from eagle3_train.device import arg_max
 
@@ -64,20 +62,3 @@ class Chain:
             p = self.sampling.probs(logits)
             accepted, emitted = accept_drawn(p, proposal.tokens, widen(proposal, p.shape[1]), generator)
         return Verdict(list(range(accepted)), emitted)
-
-
-def decode_chain(
-    runner: TargetRunner,
-    head: DraftHead,
-    prompt_ids: Tensor,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    steps: int,
-    *,
-    sampling: Sampling = GREEDY,
-    greedy_draft: bool = False,
-    generator: torch.Generator | None = None,
-) -> Generation:
-    """Chain decoding of one prompt; `decode_speculative` with a `Chain` of K = `steps` drafts."""
-    chain = Chain(steps, sampling, greedy_draft)
-    return decode_speculative(runner, head, chain, prompt_ids, max_new_tokens, stop_ids, generator=generator)

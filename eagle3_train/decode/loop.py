@@ -1,16 +1,17 @@
-"""Decoding one prompt: plainly, or speculatively with a draft head; the output is the target's own either way."""
+"""Decoding prompts, plainly or speculatively with a draft head; the output is the target's own either way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.runner import Output, TargetRunner
+from eagle3_train.decode.runner import Query, TargetRunner
 from eagle3_train.decode.sampling import GREEDY, Sampling, draw
+from eagle3_train.decode.schedule import Generation, Request, Steps, run
 
 
 class DraftHead(Protocol):
@@ -78,87 +79,71 @@ class Proposer(Protocol):
         ...
 
 
-@dataclass
-class Generation:
-    """One generated continuation.
-
-    `tokens`: all of it, the first one from the prompt's forward. `accepted`: for each following target forward (cycle),
-    the drafts that it accepted: it emitted that many tokens and one more. Where the generation ends inside a cycle (a
-    stop token), only the tokens up to the end count, so sum(accepted) + len(accepted) = len(tokens) - 1 always.
-    """
-
-    tokens: list[int]
-    accepted: list[int] = field(default_factory=list)
-
-
-@torch.inference_mode()
 def decode_plain(
-    runner: TargetRunner,
-    prompt_ids: Tensor,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    *,
-    sampling: Sampling = GREEDY,
-    generator: torch.Generator | None = None,
-) -> Generation:
+    runner: TargetRunner, requests: Sequence[Request], stop_ids: Sequence[int], *, sampling: Sampling = GREEDY
+) -> list[Generation]:
     """Autoregressive decoding, one target forward a token: the baseline, over the same runner and cache.
 
     Args:
-        prompt_ids: int64 [T], T >= 1.
-        max_new_tokens: at most this many tokens, the first one included.
-        stop_ids: generation ends with, and includes, the first of these.
+        requests: prompts, of which `runner.slots` are decoded at once.
+        stop_ids: a generation ends with, and includes, the first of these.
+
+    Raises:
+        ValueError: a request does not fit the target.
     """
-    prompt = _start(runner, prompt_ids, max_new_tokens)
-    stops = frozenset(stop_ids)
-    token = draw(runner.forward(prompt, features=False, last_only=True).logits, sampling, generator)
+    start = partial(_plain, runner.device, frozenset(stop_ids), sampling)
+    return run(runner, requests, start, features=False)
+
+
+def decode_speculative(
+    runner: TargetRunner, head: DraftHead, proposer: Proposer, requests: Sequence[Request], stop_ids: Sequence[int]
+) -> list[Generation]:
+    """Lossless speculative decoding: draft, verify in one target forward, keep what was accepted, roll back the rest.
+
+    Arguments as for `decode_plain`. `proposer` says how tokens are drawn, those without a draft too.
+    """
+    start = partial(_speculative, runner.device, head, proposer, frozenset(stop_ids))
+    return run(runner, requests, start, features=True)
+
+
+def _plain(device: torch.device, stops: frozenset[int], sampling: Sampling, request: Request) -> Steps:
+    first = yield Query(request.prompt_ids.to(device, torch.int64))
+    token = draw(first.logits, sampling, request.generator)
     out = Generation([int(token)])
-    while len(out.tokens) < max_new_tokens and out.tokens[-1] not in stops:
-        token = draw(runner.forward(token, features=False).logits, sampling, generator)
+    while len(out.tokens) < request.max_new_tokens and out.tokens[-1] not in stops:
+        output = yield Query(token)
+        token = draw(output.logits, sampling, request.generator)
         out.tokens.append(int(token))
         out.accepted.append(0)
     return out
 
 
-@torch.inference_mode()
-def decode_speculative(
-    runner: TargetRunner,
-    head: DraftHead,
-    proposer: Proposer,
-    prompt_ids: Tensor,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    *,
-    generator: torch.Generator | None = None,
-) -> Generation:
-    """Lossless speculative decoding: draft, verify in one target forward, keep what was accepted, roll back the rest.
-
-    Arguments as for `decode_plain`. `proposer` says how tokens are drawn, those without a draft too.
-    """
-    sampling = proposer.sampling
-    prompt = _start(runner, prompt_ids, max_new_tokens)
-    stops = frozenset(stop_ids)
+def _speculative(
+    device: torch.device, head: DraftHead, proposer: Proposer, stops: frozenset[int], request: Request
+) -> Steps:
+    sampling, generator = proposer.sampling, request.generator
+    prompt = request.prompt_ids.to(device, torch.int64)
     state = head.new_state()
-    first = runner.forward(prompt, last_only=True)
+    first = yield Query(prompt)
     pending = draw(first.logits, sampling, generator)  # [1]
     out = Generation([int(pending)])
     # Position t is observed with the token that follows it: the prompt's last one with the pending token.
     next_ids, features = torch.cat((prompt[1:], pending)), first.features
-    while (left := max_new_tokens - len(out.tokens)) > 0 and out.tokens[-1] not in stops:
+    kept: list[int] | None = None
+    while (left := request.max_new_tokens - len(out.tokens)) > 0 and out.tokens[-1] not in stops:
         if left > 1:
             h, logits = head.observe(state, next_ids, features)
             # A cycle emits its bonus token in any case: of `left` tokens at most left - 1 can be drafts.
             proposal = proposer.propose(head, state, h, logits, left - 1, generator)
         else:
             proposal = Proposal(pending[:0])
-        base = runner.length
-        verified = _forward(runner, pending, proposal, base)
+        verified = yield _query(pending, proposal, kept)
         if left > 1:
             path, emitted = proposer.verify(proposal, verified.logits, generator)
         else:
             path, emitted = [], draw(verified.logits, sampling, generator).tolist()
-        rows = [0, *(row + 1 for row in path)]
-        runner.keep(base, rows)
-        next_ids, features = torch.tensor(emitted, device=runner.device), verified.features[rows]
+        kept = [0, *(row + 1 for row in path)]
+        next_ids, features = torch.tensor(emitted, device=device), verified.features[kept]
         pending = next_ids[-1:]
         emitted = _until_stop(emitted[:left], stops)
         out.tokens += emitted
@@ -166,28 +151,14 @@ def decode_speculative(
     return out
 
 
-def _start(runner: TargetRunner, prompt_ids: Tensor, max_new_tokens: int) -> Tensor:
-    """Check what was asked for, and empty the cache. Returns the prompt on the target's device."""
-    length = len(prompt_ids)
-    if length < 1 or max_new_tokens < 1:
-        raise ValueError(f"a prompt of {length} tokens and max_new_tokens={max_new_tokens}: both must be at least 1")
-    if runner.max_length is not None and length + max_new_tokens > runner.max_length:
-        raise ValueError(
-            f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} exceed the target's {runner.max_length} "
-            "positions: shorten the task's max_prompt_tokens or new_tokens"
-        )
-    runner.reset()
-    return prompt_ids.to(runner.device, torch.int64)
-
-
-def _forward(runner: TargetRunner, pending: Tensor, proposal: Proposal, base: int) -> Output:
-    """Target forward of the pending token and all drafts."""
+def _query(pending: Tensor, proposal: Proposal, kept: list[int] | None) -> Query:
+    """The pending token and all drafts."""
     tokens = torch.cat((pending, proposal.tokens))
     if proposal.parents is None:
-        return runner.forward(tokens)
+        return Query(tokens, kept=kept)
     assert proposal.depths is not None
     depths = torch.cat((proposal.depths.new_zeros(1), proposal.depths + 1))
-    return runner.forward(tokens, positions=base + depths, visible=ancestors(proposal.parents))
+    return Query(tokens, depths, ancestors(proposal.parents), kept)
 
 
 def ancestors(parents: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,15 +12,17 @@ from transformers import PreTrainedModel
 
 from eagle3_train.config import TaskConfig
 from eagle3_train.console import progress_bar, say
-from eagle3_train.decode.loop import DraftHead, Generation, Proposer, decode_plain, decode_speculative
+from eagle3_train.decode.loop import DraftHead, Proposer, decode_plain, decode_speculative
 from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.schedule import Request
 from eagle3_train.evaluate.difference import first_gap
 from eagle3_train.evaluate.records import Record
 from eagle3_train.evaluate.summary import result_keys
 from eagle3_train.evaluate.transcripts import open_transcripts
 
 WARM_UP_TOKENS = 8
-# fp32 logits of one position differ by rounding between a forward of 1 and of K + 1 tokens. A larger gap is an error.
+TURN = 4  # batches of several prompts that one way decodes before it is the other's turn: slots are to be refilled
+# fp32 logits of one position differ by rounding between forwards of other shapes. A larger gap is an error.
 TIE = 1e-2
 
 
@@ -36,13 +37,15 @@ def decode_tasks(
     bootstrap: int,
     seed: int,
     *,
+    batch: int = 1,
     show: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Decode the first `prompts` prompts of each task, to its `new_tokens`, plainly and with drafts (chain or tree).
 
-    The two run one after the other on each prompt, in this process, over the same runner, cache, dtype and threads, and
-    take turns in going first; an untimed round warms both up. Sampled outputs differ in length and content, so with
-    sampling only the drafted run is made, seeded by `seed` and the prompt's number.
+    Both decode `batch` prompts at once, in this process, over the same runner, cache, dtype and threads, and take turns
+    in going first, prompt by prompt, or several batches at a time; an untimed round warms both up. Sampled outputs
+    differ in length and content, so with sampling only the drafted run is made, seeded by `seed` and the prompt's
+    number.
 
     Args:
         head: on the model's device.
@@ -56,50 +59,49 @@ def decode_tasks(
         RuntimeError: in fp32, a greedy output differs from plain decoding's and no tie explains it.
     """
     records = []
+    greedy = proposer.sampling.greedy
     for task in tasks:
         transcripts = open_transcripts(transcripts_dir, task.name)
-        runner = TargetRunner(model, transcripts.layer_ids[head.reads])
-        total = min(prompts, len(transcripts))
+        runner = TargetRunner(model, transcripts.layer_ids[head.reads], batch)
+        plain = partial(decode_plain, runner, stop_ids=stop_ids)
+        drafted = partial(decode_speculative, runner, head, proposer, stop_ids=stop_ids)
+        ways = [plain, drafted] if greedy else [drafted]
+        asked = [
+            (t.prompt_id, torch.from_numpy(t.prompt_ids.astype("int64")).to(runner.device))
+            for t in transcripts.read(min(prompts, len(transcripts)))
+        ]
         fields = {
             "task": task.name,
             "method": "decode",
             "temperature": proposer.sampling.temperature,
             "shape": proposer.shape,
         }
-        with progress_bar(f"decode {task.name}, {proposer.shape}", total, "prompts", show=show) as bar:
-            for i, transcript in enumerate(transcripts.read(total)):
-                prompt_ids = torch.from_numpy(transcript.prompt_ids.astype("int64")).to(runner.device)
-                plain = partial(decode_plain, runner, prompt_ids, stop_ids=stop_ids)
-                drafted = partial(decode_speculative, runner, head, proposer, prompt_ids, stop_ids=stop_ids)
-                if i == 0:
-                    for way in (plain, drafted):
-                        way(max_new_tokens=min(WARM_UP_TOKENS, task.new_tokens))
-                if proposer.sampling.greedy:
-                    ways = [drafted, plain] if i % 2 else [plain, drafted]
-                    timed = {way: _timed(way, task.new_tokens) for way in ways}
-                    (own, plain_seconds), (out, seconds) = timed[plain], timed[drafted]
-                    more = compare(runner, prompt_ids, own.tokens, out.tokens, transcript.prompt_id)
-                    more["plain_seconds"] = plain_seconds
-                else:
-                    generator = torch.Generator(runner.device).manual_seed((seed << 32) + i)
-                    out, seconds = _timed(partial(drafted, generator=generator), task.new_tokens)
-                    more = {}
-                more |= {"prompt": transcript.prompt_id, "seconds": seconds}
-                records.append(Record.of_cycles(out.accepted, proposer.depth, **fields, **more))
-                bar.update(1)
+        warm_up = [Request(ids, min(WARM_UP_TOKENS, task.new_tokens)) for _, ids in asked[:batch]]
+        for way in ways:
+            way(warm_up)
+        turn = batch if batch == 1 else TURN * batch
+        with progress_bar(f"decode {task.name}, {proposer.shape}", len(asked), "prompts", show=show) as bar:
+            for first in range(0, len(asked), turn):
+                group = asked[first : first + turn]
+                requests = [
+                    Request(ids, task.new_tokens, torch.Generator(runner.device).manual_seed((seed << 32) + i))
+                    for i, (_, ids) in enumerate(group, first)
+                ]
+                found = {way: way(requests) for way in (ways[::-1] if first // turn % 2 else ways)}
+                for b, (out, (name, ids)) in enumerate(zip(found[drafted], group, strict=True)):
+                    more: dict[str, Any] = {"prompt": name, "seconds": out.seconds}
+                    if greedy:
+                        own = found[plain][b]
+                        more |= compare(runner, ids, own.tokens, out.tokens, name) | {"plain_seconds": own.seconds}
+                    records.append(Record.of_cycles(out.accepted, proposer.depth, **fields, **more))
+                bar.update(len(group))
     setup = {
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "threads": torch.get_num_threads(),
+        "batch": batch,
     }
     return records, result_keys(records, bootstrap, seed) | {"decode_setup": setup}
-
-
-def _timed(way: Callable[..., Generation], new_tokens: int) -> tuple[Generation, float]:
-    """What it generated, and the seconds it took."""
-    start = time.perf_counter()
-    out = way(max_new_tokens=new_tokens)  # ends with token ids on the host, so nothing is left in flight
-    return out, time.perf_counter() - start
 
 
 def compare(
@@ -107,8 +109,8 @@ def compare(
 ) -> dict[str, Any]:
     """`lossless`, and where the outputs differ the first index at which they do and the target's logit gap there.
 
-    Batched and single-token forwards round differently, so that a tie between two tokens can fall either way: it is
-    recorded and said. In fp32 no other difference is possible, and one that is no tie raises RuntimeError.
+    Forwards of other shapes round differently, so that a tie between two tokens can fall either way: it is recorded and
+    said. In fp32 no other difference is possible, and one that is no tie raises RuntimeError.
     """
     if own == drafted:
         return {"lossless": True}

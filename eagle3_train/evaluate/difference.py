@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.runner import Query, TargetRunner
 
 
 @torch.inference_mode()
@@ -24,5 +24,5 @@ def first_gap(runner: TargetRunner, prompt_ids: Tensor, a: list[int], b: list[in
         return {"first_difference": min(len(a), len(b)), "logit_gap": None}
     runner.reset()
     text = torch.cat((prompt_ids, prompt_ids.new_tensor(a[:at])))
-    logits = runner.forward(text, features=False, last_only=True).logits[0]
+    logits = runner.forward([Query(text)], features=False, last_only=True)[0].logits[0]
     return {"first_difference": at, "logit_gap": abs(float(logits[a[at]] - logits[b[at]]))}

@@ -85,7 +85,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             for proposer in proposers:
                 more, keys = decode_tasks(
                     head, target_model, transcripts, group, cfg.eval.decode_prompts, proposer, stops, bootstrap, seed,
-                    show=True,
+                    batch=cfg.eval.decode_batch, show=True,
                 )  # fmt: skip
                 records += more
                 result |= keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,24 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Fields that were measured."""
         return {k: v for k, v in asdict(self).items() if v is not None}
+
+
+def by_prompt(records: Iterable[Record]) -> list[Record]:
+    """One record a prompt, of all that were measured on it: a bootstrap over prompts must not take repetitions for
+    more prompts. They are of one task, method, temperature and shape."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.prompt, []).append(record)
+    return [
+        replace(
+            group[0],
+            tokens=sum(r.tokens for r in group),
+            forwards=sum(r.forwards for r in group),
+            drafted=[sum(at) for at in zip(*(r.drafted for r in group), strict=True)],
+            accepted=[sum(at) for at in zip(*(r.accepted for r in group), strict=True)],
+        )
+        for group in groups.values()
+    ]
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

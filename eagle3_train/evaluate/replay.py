@@ -2,7 +2,7 @@
 
 A greedy draft is accepted exactly when it equals the transcript's token, and the draft of an anchor does not depend on
 how decoding came there. So one teacher-forced pass gives the accepted length of every anchor, and walking from anchor
-to anchor (accepted + 1 tokens on) gives decoding's cycles: those of `decode.decode_chain`, in the same arithmetic.
+to anchor (accepted + 1 tokens on) gives the cycles of `decode.decode_speculative`, in the same arithmetic.
 """
 
 from __future__ import annotations

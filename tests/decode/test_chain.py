@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from eagle3_train.decode import loop, sampling
-from eagle3_train.decode.chain import decode_chain
-from eagle3_train.decode.loop import Generation, decode_plain
 from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.schedule import Generation
+from tests.alone import chain, plain
 from tests.heads import LAYER_IDS, OracleHead, RandomHead, prompts, tiny_target
 
 NEW = 40
@@ -44,8 +44,8 @@ def test_greedy_output_is_the_targets_own(kind: str) -> None:
     head = RandomHead(32, steps=3)
     for prompt in prompts(4):
         own = generated(model, prompt, NEW, [])
-        assert decode_plain(runner, prompt, NEW, []).tokens == own
-        assert decode_chain(runner, head, prompt, NEW, [], 3).tokens == own
+        assert plain(runner, prompt, NEW, []).tokens == own
+        assert chain(runner, head, prompt, NEW, [], 3).tokens == own
         assert len({*own}) > 2 or len(prompt) == 1, "the text is too dull to show an error"
 
 
@@ -63,7 +63,7 @@ def test_cycles_follow_from_which_drafts_are_right(kind: str, steps: int) -> Non
         generator = torch.Generator().manual_seed(seed)
         right = torch.rand(len(text), steps, generator=generator) < 0.75
         head = OracleHead(text, lambda t, i: bool(right[t, i]), steps)  # noqa: B023
-        out = decode_chain(runner, head, prompt, NEW, [], steps)
+        out = chain(runner, head, prompt, NEW, [], steps)
         assert out.tokens == own
         # With j tokens generated, the last observed position is the one before the pending token.
         runs = [int(right[len(prompt) + j - 2].long().cumprod(0).sum()) for j in range(NEW)]
@@ -79,7 +79,7 @@ def test_short_generations(new: int, prompt_length: int) -> None:
     model, prompt = tiny_target(), prompts(2)[prompt_length - 1]
     own = generated(model, prompt, new, [])
     text = torch.cat((prompt, torch.tensor(own)))
-    out = decode_chain(TargetRunner(model, LAYER_IDS), OracleHead(text, lambda t, i: True, 5), prompt, new, [], 5)
+    out = chain(TargetRunner(model, LAYER_IDS), OracleHead(text, lambda t, i: True, 5), prompt, new, [], 5)
     assert out.tokens == own
     assert out.accepted == ([] if new == 1 else [new - 2])
 
@@ -88,7 +88,7 @@ def test_no_draft_is_made_that_the_generation_has_no_use_for() -> None:
     model, prompt = tiny_target(), prompts(3)[2]
     own = generated(model, prompt, 4, [])
     head = OracleHead(torch.cat((prompt, torch.tensor(own))), lambda t, i: True, 5)
-    decode_chain(TargetRunner(model, LAYER_IDS), head, prompt, 4, [], 5)
+    chain(TargetRunner(model, LAYER_IDS), head, prompt, 4, [], 5)
     assert head.calls == ["observe", "step"]  # 3 tokens after the first: 2 drafts and the bonus token
 
 
@@ -101,9 +101,7 @@ def test_a_stop_token_inside_an_accepted_chain_ends_the_generation() -> None:
         own = generated(model, prompt, NEW, [stop])
         assert own == free[:end]
         text = torch.cat((prompt, torch.tensor(free)))
-        out = decode_chain(
-            TargetRunner(model, LAYER_IDS), OracleHead(text, lambda t, i: True, 4), prompt, NEW, [stop], 4
-        )
+        out = chain(TargetRunner(model, LAYER_IDS), OracleHead(text, lambda t, i: True, 4), prompt, NEW, [stop], 4)
         assert out.tokens == own
         assert out.accepted == expected_cycles(end, [4] * NEW, 4)
         assert sum(out.accepted) + len(out.accepted) == len(out.tokens) - 1
@@ -114,16 +112,16 @@ def test_a_stop_token_at_once() -> None:
     runner = TargetRunner(model, LAYER_IDS)
     first = generated(model, prompt, 1, [])
     expected = Generation(first, [])
-    assert decode_chain(runner, RandomHead(32, 2), prompt, NEW, first, 2) == expected
-    assert decode_plain(runner, prompt, NEW, first) == expected
+    assert chain(runner, RandomHead(32, 2), prompt, NEW, first, 2) == expected
+    assert plain(runner, prompt, NEW, first) == expected
 
 
 def test_the_runner_is_as_new_for_each_prompt() -> None:
     model = tiny_target()
     runner = TargetRunner(model, LAYER_IDS)
-    first = decode_chain(runner, RandomHead(32, 3), prompts(6)[5], NEW, [], 3)
-    decode_chain(runner, RandomHead(32, 3), prompts(6)[2], NEW, [], 3)
-    assert decode_chain(runner, RandomHead(32, 3), prompts(6)[5], NEW, [], 3) == first
+    first = chain(runner, RandomHead(32, 3), prompts(6)[5], NEW, [], 3)
+    chain(runner, RandomHead(32, 3), prompts(6)[2], NEW, [], 3)
+    assert chain(runner, RandomHead(32, 3), prompts(6)[5], NEW, [], 3) == first
 
 
 @pytest.mark.parametrize("error", [-1, 1])
@@ -143,7 +141,7 @@ def test_an_acceptance_off_by_one_is_seen(error: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("length", "new"), [(0, 4), (3, 0), (250, 10)])
 def test_impossible_lengths_are_refused(length: int, new: int) -> None:
     with pytest.raises(ValueError, match=f"{length} tokens"):
-        decode_plain(TargetRunner(tiny_target(), LAYER_IDS), torch.zeros(length, dtype=torch.int64), new, [])
+        plain(TargetRunner(tiny_target(), LAYER_IDS), torch.zeros(length, dtype=torch.int64), new, [])
 
 
 def test_until_stop_includes_the_stop() -> None:

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from eagle3_train.config import DraftConfig, Eagle3Config
-from eagle3_train.decode.chain import decode_chain
-from eagle3_train.decode.loop import decode_plain
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.drafts import DraftBatch, DraftVocab, build, supervised_counts
 from eagle3_train.train.losses import Objective
+from tests.alone import chain, plain
 from tests.evaluate.tiny import prompt, states_of, tiny_part
 from tests.heads import LAYER_IDS, VOCAB, tiny_target
 
@@ -27,7 +26,7 @@ K, NEW = 4, 26  # the first token comes from the prompt's forward, then five cyc
 def test_the_whole_chain_is_accepted(options: Eagle3Config) -> None:
     runner = TargetRunner(tiny_target(), LAYER_IDS)
     start = prompt(5, seed=1)
-    own = decode_plain(runner, start, NEW, []).tokens
+    own = plain(runner, start, NEW, []).tokens
     assert len(set(own)) > 8, "the text is too dull to show an error"
     sample = states_of(torch.cat((start, torch.tensor(own)))[None], len(start), "sample")
     torch.manual_seed(0)
@@ -40,6 +39,6 @@ def test_the_whole_chain_is_accepted(options: Eagle3Config) -> None:
         optimizer.zero_grad()
         head(batch, Objective(counts, 1.0, "drop", CPU)).backward()
         optimizer.step()
-    out = decode_chain(runner, head.eval(), start, NEW, [], K)
+    out = chain(runner, head.eval(), start, NEW, [], K)
     assert out.tokens == own
     assert out.accepted == [K] * 5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3_train.decode.cache import GROWTH, RollbackCache, check_rollback
 from eagle3_train.decode.loop import ancestors
-from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.runner import Query, TargetRunner
 from tests.heads import LAYER_IDS, VOCAB, tiny_target
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-3)  # fp32; the states' size is about 100
@@ -28,14 +28,14 @@ def full(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def test_features_are_the_inputs_of_the_layers(kind: str) -> None:
     model = tiny_target(kind)
     logits, states = full(model, TEXT)
-    out = TargetRunner(model, LAYER_IDS).forward(TEXT)
+    (out,) = TargetRunner(model, LAYER_IDS).forward([Query(TEXT)])
     close(out.logits, logits)
     close(out.features, states[list(LAYER_IDS)].transpose(0, 1))
 
 
 def test_the_final_layer_id_is_the_state_before_the_final_norm() -> None:
     model = tiny_target()
-    out = TargetRunner(model, (1, 4)).forward(TEXT)
+    (out,) = TargetRunner(model, (1, 4)).forward([Query(TEXT)])
     close(model.lm_head(model.model.norm(out.features[:, 1])), out.logits)
     assert not torch.allclose(model.lm_head(out.features[:, 1]), out.logits)
 
@@ -47,21 +47,22 @@ def test_forwards_in_pieces_with_rollbacks_equal_one_forward() -> None:
     got, features = [], []
     wrong = (TEXT + 1) % VOCAB
     for start, end in ((0, 7), (7, 8), (8, 13), (13, 30)):
-        runner.forward(torch.cat((TEXT[start : start + 1], wrong[start:end])))  # rejected but for its first token
-        runner.keep(start, [0])
-        runner.keep(start, [])
-        out = runner.forward(TEXT[start:end])
+        drafted = torch.cat((TEXT[start : start + 1], wrong[start:end]))
+        runner.forward([Query(drafted)])  # rejected but for its first token
+        runner.keep(0, len(drafted), [0])
+        runner.keep(0, 1, [])
+        (out,) = runner.forward([Query(TEXT[start:end])])
         got.append(out.logits)
         features.append(out.features)
     close(torch.cat(got), logits)
     close(torch.cat(features), states[list(LAYER_IDS)].transpose(0, 1))
-    assert runner.length == 30
+    assert runner.cache.lengths == [30]
 
 
 def test_last_only_and_no_features() -> None:
     model = tiny_target()
     logits, _ = full(model, TEXT)
-    out = TargetRunner(model, LAYER_IDS).forward(TEXT, features=False, last_only=True)
+    (out,) = TargetRunner(model, LAYER_IDS).forward([Query(TEXT)], features=False, last_only=True)
     close(out.logits, logits[-1:])
     assert out.features.numel() == 0
 
@@ -71,18 +72,18 @@ def test_a_tree_is_verified_as_its_branches_and_its_path_is_kept(kind: str) -> N
     """Nodes: root 0; 1, 2 its children; 3 child of 1; 4, 5 children of 2. Then the path 0-2-5 is kept and continued."""
     model = tiny_target(kind)
     runner = TargetRunner(model, LAYER_IDS)
-    runner.forward(TEXT[:10])
+    runner.forward([Query(TEXT[:10])])
     nodes = TEXT[10:16]
     parents = torch.tensor([-1, -1, 0, 1, 1])
     depths = torch.tensor([0, 1, 1, 2, 2, 2])
-    out = runner.forward(nodes, positions=10 + depths, visible=ancestors(parents))
+    (out,) = runner.forward([Query(nodes, depths, ancestors(parents))])
     for path in ([0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5]):
         logits, states = full(model, torch.cat((TEXT[:10], nodes[path])))
         close(out.logits[path[-1]], logits[-1])
         close(out.features[path[-1]], states[list(LAYER_IDS), -1])
-    runner.keep(10, [0, 2, 5])
+    runner.keep(0, 6, [0, 2, 5])
     logits, _ = full(model, torch.cat((TEXT[:10], nodes[[0, 2, 5]], TEXT[20:23])))
-    close(runner.forward(TEXT[20:23]).logits, logits[-3:])
+    close(runner.forward([Query(TEXT[20:23])])[0].logits, logits[-3:])
 
 
 def test_the_cache_grows_and_keeps_what_it_holds() -> None:
@@ -90,14 +91,16 @@ def test_the_cache_grows_and_keeps_what_it_holds() -> None:
     x = torch.randn(1, 2, GROWTH + 40, 4)
     held = 0
     for n in (GROWTH - 1, 3, 38):
+        cache.extend(0, [n], x.device)
         for layer in range(2):
             keys, values = cache.update(x[:, :, held : held + n] + layer, -x[:, :, held : held + n], layer)
         held += n
         close(keys, x[:, :, :held] + 1)
         close(values, -x[:, :, :held])
-    assert cache.length == GROWTH + 40
-    cache.truncate(5)
-    assert cache.length == cache.get_seq_length() == 5
+    assert cache.lengths == [GROWTH + 40]
+    cache.truncate(0, 5)
+    cache.extend(0, [1], x.device)
+    assert cache.get_seq_length() == 5, "what the model is told: the tokens before the forward"
     keys, _ = cache.update(x[:, :, :1], x[:, :, :1], 1)
     close(keys, torch.cat((x[:, :, :5] + 1, x[:, :, :1]), 2))
 

@@ -11,9 +11,10 @@ from scipy import stats
 from torch import Tensor
 
 from eagle3_train.decode.chain import Chain
-from eagle3_train.decode.loop import Proposer, Verdict, decode_plain, decode_speculative
+from eagle3_train.decode.loop import Proposer, Verdict
 from eagle3_train.decode.sampling import Sampling, accept_siblings
 from eagle3_train.decode.tree import DrawnTree, Tree
+from tests.alone import plain, speculative
 from tests.tables import PROMPT, TableHead, TableRunner, texts
 
 NEW, RUNS = 4, 1500
@@ -38,11 +39,9 @@ def p_value(sampling: Sampling, proposer: Proposer | None, runs: int = RUNS) -> 
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(runs):
         if proposer is None:
-            out = decode_plain(runner, PROMPT, NEW, [], sampling=sampling, generator=generator)  # type: ignore[arg-type]
+            out = plain(runner, PROMPT, NEW, [], sampling=sampling, generator=generator)
         else:
-            out = decode_speculative(
-                runner, head, proposer, PROMPT, NEW, [], generator=generator  # type: ignore[arg-type]
-            )  # fmt: skip
+            out = speculative(runner, head, proposer, PROMPT, NEW, [], generator=generator)
         counts[tuple(out.tokens)] += 1
     expected = {text: runs * runner.probability(text, sampling) for text in texts(NEW)}
     assert sum(expected.values()) == pytest.approx(runs, rel=1e-4)

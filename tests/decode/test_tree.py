@@ -8,10 +8,11 @@ from torch import Tensor
 
 from eagle3_train.config import compose
 from eagle3_train.decode.chain import Chain
-from eagle3_train.decode.loop import Proposal, ancestors, decode_plain, decode_speculative
+from eagle3_train.decode.loop import Proposal, ancestors
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.decode.static import StaticTree
 from eagle3_train.decode.tree import DrawnTree, Tree, follow, match
+from tests.alone import plain, speculative
 from tests.drafts.tiny import H, tiny_head
 from tests.evaluate.tiny import NEW, STOPS, prompt, trained_head
 from tests.heads import LAYER_IDS, RandomHead, tiny_target
@@ -72,8 +73,8 @@ def test_a_tree_of_one_branch_is_a_chain() -> None:
     runner, head = TargetRunner(tiny_target(), LAYER_IDS), trained_head()
     for seed in range(3):
         start = prompt(3, 50 + seed)
-        chain = decode_speculative(runner, head, Chain(3), start, NEW, STOPS)
-        assert decode_speculative(runner, head, Tree(3, 1, 3), start, NEW, STOPS) == chain
+        chain = speculative(runner, head, Chain(3), start, NEW, STOPS)
+        assert speculative(runner, head, Tree(3, 1, 3), start, NEW, STOPS) == chain
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -84,8 +85,8 @@ def test_greedy_tree_output_is_the_targets_own(kind: str) -> None:
     for i in (0, 2, 4, 6):  # what the head was fitted to
         start = prompt(1 + i, 10 + i)
         for new in (1, 2, 3, NEW):
-            own = decode_plain(runner, start, new, STOPS)
-            out = decode_speculative(runner, head, Tree(3, 3, 9), start, new, STOPS)
+            own = plain(runner, start, new, STOPS)
+            out = speculative(runner, head, Tree(3, 3, 9), start, new, STOPS)
             assert out.tokens == own.tokens
             assert sum(out.accepted) + len(out.accepted) == len(out.tokens) - 1
             accepted += out.accepted
@@ -95,7 +96,7 @@ def test_greedy_tree_output_is_the_targets_own(kind: str) -> None:
 def test_a_branch_accepts_where_the_chain_does_not() -> None:
     runner, head = TargetRunner(tiny_target(), LAYER_IDS), trained_head()
     chain, tree = (
-        sum(len(decode_speculative(runner, head, way, prompt(4, s), NEW, STOPS).accepted) for s in range(70, 76))
+        sum(len(speculative(runner, head, way, prompt(4, s), NEW, STOPS).accepted) for s in range(70, 76))
         for way in (Chain(3), Tree(3, 4, 12))
     )
     assert tree < chain
@@ -171,8 +172,8 @@ def test_a_static_tree_has_the_ranks_that_were_asked_for() -> None:
 def test_a_static_tree_of_first_ranks_is_a_chain() -> None:
     runner, head = TargetRunner(tiny_target(), LAYER_IDS), trained_head()
     start = prompt(3, 50)
-    chain = decode_speculative(runner, head, Chain(3), start, NEW, STOPS)
-    assert decode_speculative(runner, head, StaticTree(((0,), (0, 0), (0, 0, 0))), start, NEW, STOPS) == chain
+    chain = speculative(runner, head, Chain(3), start, NEW, STOPS)
+    assert speculative(runner, head, StaticTree(((0,), (0, 0), (0, 0, 0))), start, NEW, STOPS) == chain
 
 
 @pytest.mark.parametrize("choices", ["[[]]", "[[0,1]]", "[[0],[0]]", "[[-1]]"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle3_train import config
 from eagle3_train.config import Config, TaskConfig, TreeConfig, digest
 from eagle3_train.decode.chain import Chain
-from eagle3_train.decode.runner import TargetRunner
+from eagle3_train.decode.runner import Query, TargetRunner
 from eagle3_train.evaluate import decode, decode_tasks, measure
 from eagle3_train.evaluate.records import read_records
 from eagle3_train.files import write_json
@@ -36,7 +36,7 @@ def test_decode_tasks_measures_the_first_prompts(folder: str) -> None:
     assert [r.prompt for r in records] == [s.sample_id for s in transcripts()[:3]]
     assert [r.tokens + 1 for r in records] == [int(s.loss_mask.sum()) for s in transcripts()[:3]]
     assert all(r.seconds > 0 and r.plain_seconds > 0 for r in records)  # type: ignore[operator]
-    assert keys["decode_setup"] == {"dtype": "float32", "device": "cpu", "threads": torch.get_num_threads()}
+    assert keys["decode_setup"] == {"dtype": "float32", "device": "cpu", "threads": torch.get_num_threads(), "batch": 1}
     assert keys["speedup"]["tiny"]["lossless"] == 3
     assert keys["tau_decode"]["tiny"]["prompts"] == 3
 
@@ -53,7 +53,7 @@ def test_an_output_that_is_not_the_targets_is_an_error(folder: str, monkeypatch:
 def test_a_tie_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     runner = TargetRunner(tiny_target(), LAYER_IDS)
     prompt = torch.tensor([4, 9])
-    logits = runner.forward(torch.tensor([4, 9, 7]), last_only=True).logits[0]
+    logits = runner.forward([Query(torch.tensor([4, 9, 7]))], last_only=True)[0].logits[0]
     gap = float(abs(logits[1] - logits[2]))
     with pytest.raises(RuntimeError, match=r"\[2\].*\[1\]"):
         decode.compare(runner, prompt, [7, 1, 5], [7, 2, 5], "p")

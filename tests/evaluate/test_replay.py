@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from eagle3_train.config import TaskConfig
-from eagle3_train.decode.chain import Chain, decode_chain
+from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.decode.tree import Tree
 from eagle3_train.evaluate import Record, decode_tasks, replay_tasks
 from eagle3_train.evaluate.replay import accepted_runs, replay, walk
 from eagle3_train.evaluate.transcripts import Transcript
+from tests.alone import chain
 from tests.evaluate.tiny import CPU, HIDDEN, NEW, STOPS, prompt, trained_head, transcript, transcripts, write_store
 from tests.heads import LAYER_IDS, OracleHead, RandomHead, tiny_target
 
@@ -78,7 +79,7 @@ def test_replay_and_decode_agree_cycle_by_cycle(new: int, prompt_length: int, st
         # While decoding the oracle knows what comes after the stop, so that it drafts beyond it.
         ahead = OracleHead(longer, lambda t, i: bool(right[t, i]), 4)  # noqa: B023
         known = OracleHead(torch.from_numpy(text.input_ids.astype(np.int64)), ahead.right, 4)
-        decoded = decode_chain(runner, ahead, start, new + 5 if stop else new, stops, 4)
+        decoded = chain(runner, ahead, start, new + 5 if stop else new, stops, 4)
         ((_, replayed),) = replay(known, [Transcript.of(text)], CPU, 100)
         assert decoded.tokens == text.input_ids[prompt_length:].tolist()
         assert replayed == decoded.accepted

@@ -10,7 +10,6 @@ import torch
 
 from eagle3_train.config import TaskConfig
 from eagle3_train.decode.chain import Chain
-from eagle3_train.decode.loop import decode_plain, decode_speculative
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.decode.sampling import Sampling
 from eagle3_train.decode.tree import Tree
@@ -18,6 +17,7 @@ from eagle3_train.evaluate import Record, replay_tasks
 from eagle3_train.evaluate.sampled import acceptance, expected_counts
 from eagle3_train.evaluate.transcripts import Transcript
 from eagle3_train.store import write_target_part
+from tests.alone import plain, speculative
 from tests.evaluate.tiny import CPU, prompt, states_of, tiny_part, trained_head, write_store
 from tests.heads import LAYER_IDS, tiny_target
 from tests.tables import PROMPT, TableHead, TableRunner, texts
@@ -79,7 +79,7 @@ def test_sampled_decoding_has_the_expected_counts(sampling: Sampling) -> None:
     generator = torch.Generator().manual_seed(3)
     counts = []
     for _ in range(runs):
-        out = decode_speculative(runner, head, Chain(steps, sampling), PROMPT, new, [], generator=generator)  # type: ignore[arg-type]
+        out = speculative(runner, head, Chain(steps, sampling), PROMPT, new, [], generator=generator)
         record = Record.of_cycles(out.accepted, steps, task="", method="decode", temperature=1.0, prompt="")
         counts.append([record.forwards, *record.drafted, *record.accepted])
     error = np.std(counts, axis=0) / runs**0.5
@@ -93,7 +93,7 @@ def test_acceptance_is_that_of_the_heads_own_steps() -> None:
     model, head = tiny_target(), trained_head()
     runner = TargetRunner(model, LAYER_IDS)
     start = prompt(3, 80)
-    generated = decode_plain(runner, start, 9, [], sampling=sampling, generator=torch.Generator().manual_seed(1)).tokens
+    generated = plain(runner, start, 9, [], sampling=sampling, generator=torch.Generator().manual_seed(1)).tokens
     ids = torch.cat((start, torch.tensor(generated)))
     transcript = Transcript.of(states_of(ids[None], len(start), "p"))
     accept = acceptance(head, tiny_part(), transcript, sampling, CPU)
@@ -121,7 +121,7 @@ def test_sampled_transcripts_are_replayed_as_such(tmp_path: Path) -> None:
     for seed in range(2):
         start = prompt(3, 90 + seed)
         generator = torch.Generator().manual_seed(seed)
-        new = decode_plain(runner, start, 6, [], sampling=sampling, generator=generator).tokens
+        new = plain(runner, start, 6, [], sampling=sampling, generator=generator).tokens
         sequences.append(states_of(torch.cat((start, torch.tensor(new)))[None], 3, f"p{seed}"))
     write_store(tmp_path / "warm", sequences, {"temperature": 0.9, "top_p": 0.95})
     part = tiny_part()

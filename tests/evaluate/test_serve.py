@@ -109,8 +109,17 @@ def test_requests_ask_for_what_decoding_does(folder: str, point: Config) -> None
 
 def test_a_load_wider_than_the_prompts_repeats_them(folder: str, point: Config) -> None:
     point.serve.concurrency = [12]
-    rows = measured(point, FakeServer(said(), cycles(folder)), FakeServer(said(), None))
+    head = FakeServer(said(), cycles(folder))
+    rows = measured(point, head, FakeServer(said(), None))
     assert [r["requests"] for r in rows] == [12, 12]
+    # The first four prompts were asked twice, each time with other random numbers, and are no more prompts for that.
+    counted = list(cycles(folder).values())
+    counted += counted[:4]
+    forwards = sum(map(len, counted))
+    assert (rows[1]["prompts"], rows[1]["forwards"]) == (8, forwards)
+    assert rows[1]["tokens"] == forwards + sum(map(sum, counted))
+    seeds = [r["seed"] for r in head.requests if r["max_tokens"] == NEW]
+    assert sorted(seeds) == list(range(point.seed, point.seed + 12))
 
 
 def test_differing_outputs_are_counted_and_explained(folder: str, point: Config) -> None:

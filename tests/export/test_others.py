@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_train.config import DraftConfig, Eagle1Config, MedusaConfig
-from eagle3_train.decode.chain import decode_chain
 from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.drafts import Draft, DraftBatch, DraftVocab, Eagle1, Medusa, build
 from eagle3_train.evaluate.serve.server import ENVIRONMENT, method_of, vllm_python
 from eagle3_train.export import HeadSource, check_export, export_head
+from tests.alone import chain
 from tests.drafts.tiny import H, V
 from tests.evaluate.tiny import HardLoss, TinyPart
 from tests.export.heads import Target, make_source
@@ -142,7 +142,7 @@ def test_vllm_drafts_with_the_exported_head_as_we_do(kind: str, tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     runner = TargetRunner(model, [4])
-    ours = [decode_chain(runner, head, torch.tensor(p), NEW, [], 3) for p in prompts]
+    ours = [chain(runner, head, torch.tensor(p), NEW, [], 3) for p in prompts]
     assert found["tokens"] == [out.tokens for out in ours]
     accepted = sum(a for out in ours for a in out.accepted)
     assert accepted > len(prompts), "the head is never right: nothing is compared"

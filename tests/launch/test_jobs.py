@@ -68,7 +68,7 @@ def test_decoding_is_part_of_done_only_where_it_is_asked_for(compose: Callable[.
     assert Job("point", compose("eval.decode=false")).is_done()
     write_json(cfg.point_dir / "result.json", result_of(cfg) | {"tau_decode": {"humaneval": {}}})
     assert Job("point", cfg).is_done()
-    for other in ("eval.decode_dtype=bf16", "eval.decode_prompts=2"):
+    for other in ("eval.decode_dtype=bf16", "eval.decode_prompts=2", "eval.decode_batch=4"):
         assert not Job("point", compose(other)).is_done()
         assert Job("point", compose(other, "eval.decode=false")).is_done()
 

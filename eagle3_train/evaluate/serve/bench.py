@@ -16,7 +16,7 @@ import torch
 
 from eagle3_train.config import Config
 from eagle3_train.console import console, say
-from eagle3_train.evaluate.records import Record, read_records
+from eagle3_train.evaluate.records import Record, by_prompt, read_records
 from eagle3_train.evaluate.serve import sglang
 from eagle3_train.evaluate.serve.client import Answer, Ask, Load, Prompt, complete, run_load, served_model
 from eagle3_train.evaluate.serve.counters import Counters, counters_after, read_counters
@@ -64,7 +64,7 @@ def serve_bench(
             for (task, prompts), t, c in product(tasks.items(), cfg.serve.temperatures, cfg.serve.concurrency):
                 load, counted = _measure(cfg, ask, None if of_sglang else url, task, prompts, t, c, stops)
                 loads[way, task, t, c] = load
-                records = [_record(a, steps, task, t) for a in load.answers if a.accepted is not None]
+                records = by_prompt(_record(a, steps, task, t) for a in load.answers if a.accepted is not None)
                 row = {"task": task, "temperature": t, "method": way, "concurrency": c} | load_row(load)
                 if counted is not None and counted.drafts:
                     row |= {"counters": {"tau": counted.tau, "alpha": counted.alpha, "forwards": counted.drafts}}
@@ -151,9 +151,7 @@ def _record(answer: Answer, steps: int, task: str, temperature: float) -> Record
     """As replay and decoding count: nothing beyond the generation's end (docs/evaluate.md)."""
     assert answer.accepted is not None
     cycles = cut(answer.accepted, answer.n_tokens - 1)
-    return Record.of_cycles(
-        cycles, steps, task=task, method=DRAFTED, temperature=temperature, prompt=answer.prompt, seconds=answer.seconds
-    )
+    return Record.of_cycles(cycles, steps, task=task, method=DRAFTED, temperature=temperature, prompt=answer.prompt)
 
 
 def cut(accepted: Sequence[int], tokens: int) -> list[int]:

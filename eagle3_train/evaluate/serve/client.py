@@ -50,10 +50,14 @@ Ask = Callable[[Prompt, dict[str, Any], int], Answer]  # a prompt, the request's
 
 
 def run_load(ask: Ask, prompts: Sequence[Prompt], concurrency: int, request: dict[str, Any], new_tokens: int) -> Load:
-    """Send all prompts, `concurrency` of them at any time: a client sends its next one when its last is answered."""
+    """Send all prompts, `concurrency` of them at any time: a client sends its next one when its last is answered.
+
+    The request's `seed` is the first one's; each has its own, so that a prompt that repeats is sampled anew.
+    """
     started = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda p: ask(p, request, new_tokens), prompts))
+        requests = [request | {"seed": request["seed"] + i} for i in range(len(prompts))]
+        answers = list(pool.map(lambda prompt, own: ask(prompt, own, new_tokens), prompts, requests))
     return Load(answers, time.perf_counter() - started)
 
 
