@@ -50,9 +50,9 @@ class Look:
 def pictures(analysis: Analysis) -> list[Picture]:
     """All figures that the data allow, in the report's order."""
     from analysis.curves import acceptance, alphas, extrapolation, losses
-    from analysis.panels import speedup, tasks, training
+    from analysis.panels import compute, speedup, tasks, training
 
-    made = [f(analysis) for f in (acceptance, losses, extrapolation, alphas, tasks, speedup, training)]
+    made = [f(analysis) for f in (acceptance, losses, compute, extrapolation, alphas, tasks, speedup, training)]
     return [p for p in made if p is not None]
 
 

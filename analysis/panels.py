@@ -1,4 +1,4 @@
-"""Figures beside the fits: tau by task, speed-up, training curves."""
+"""Figures beside the fits: tau by task and against FLOPs, speed-up, training curves."""
 
 from __future__ import annotations
 
@@ -59,6 +59,59 @@ def tasks(analysis: Analysis) -> Picture | None:
         title="tau by task",
         caption="All target forwards of a task's prompts together. Marks: runs; lines: means over seeds.",
         alt="; ".join(f"{r['draft head']}, {r['task']} at {r['data']}: {r['tau']}" for r in rows) + ".",
+        data=pd.DataFrame(rows),
+        draw=draw,
+    )
+
+
+def compute(analysis: Analysis) -> Picture | None:
+    """tau against training FLOPs, where there are several series: at equal data heads differ in what they cost."""
+    runs = analysis.table.runs
+    if analysis.axis == "train_flops" or not {"tau", "train_flops"} <= set(runs):
+        return None
+    means = []
+    for s in analysis.series:
+        own = runs.loc[s.runs].dropna(subset=["tau", "train_flops"])
+        own = own[own["train_flops"] > 0]  # a head that trains nothing has no place on a logarithmic axis
+        if len(own):
+            means.append((s, own, own.groupby("data_scale")[["train_flops", "tau"]].mean()))
+    if len(means) < 2:
+        return None
+
+    def draw(size: str) -> Figure:
+        fig, axes = new_figure(size, 3.3 if size == WIDE else 3.0)
+        ax = axes[0, 0]
+        for k, (s, own, mean) in enumerate(means):
+            look = Look.of(k)
+            ax.plot(own["train_flops"], own["tau"], look.marker, color=look.colour, mfc="none", mew=1.3)
+            ax.plot(
+                mean["train_flops"], mean["tau"], color=look.colour, ls=look.dash, marker=look.marker, ms=0,
+                label=s.label,
+            )  # fmt: skip
+        ax.set_xscale("log")
+        ax.set_xlabel("training FLOPs")
+        ax.set_ylabel("tau, tokens per target forward")
+        ax.legend(loc="upper left")
+        return fig
+
+    rows = [
+        {
+            "draft head": s.label,
+            "data": f"{scale:g}x",
+            "training FLOPs": f"{row.train_flops:.3g}",
+            "tau": f"{row.tau:.3f}",
+        }
+        for s, _, mean in means
+        for scale, row in mean.iterrows()
+    ]
+    return Picture(
+        name="flops",
+        title="tau against training FLOPs",
+        caption=(
+            "FLOPs of training, counted by each head for the rows that it computes; capture is not among them, since "
+            "all share it. Marks: runs; lines: means over seeds."
+        ),
+        alt="; ".join(f"{r['draft head']} at {r['training FLOPs']} FLOPs: {r['tau']}" for r in rows) + ".",
         data=pd.DataFrame(rows),
         draw=draw,
     )

@@ -193,7 +193,7 @@ def sections(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Section]:
         "Means over seeds, 95 % intervals in brackets. tau counts the bonus token and is averaged over target "
         "forwards, all tasks together; alpha_i is acceptance at draft position i given that the earlier ones were."
     )
-    curves = [Part(heading=d.picture.title, drawn=d) for d in (drawn.get("tau"), drawn.get("losses")) if d]
+    curves = [Part(heading=drawn[n].picture.title, drawn=drawn[n]) for n in ("tau", "losses", "flops") if n in drawn]
     out = [
         Section(
             "results", "Measured", [Part(text=measured, table=tables.results_table(analysis)), *_decoded(analysis)]

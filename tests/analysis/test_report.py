@@ -243,3 +243,17 @@ def test_in_a_browser_nothing_is_wider_than_the_window(page: str, tmp_path: Path
     assert seen["inner"] <= width
     assert seen["shown"] == len(NAMES)  # of each figure, the drawing for this width
     assert seen["font"] >= 9  # px: labels stay legible on a phone
+
+
+def test_several_heads_are_drawn_against_flops_too(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", trainable=12_000_000)
+    write_study(study, Truth(tau_1x=1.2, gain=0.02), draft="eagle1", seed=1, trainable=8_000_000)
+    analysis = analyse(load_runs(study), quantities=["tau"], replicates=40)
+    (picture,) = (p for p in pictures(analysis) if p.name == "flops")
+    costs = picture.data.groupby("draft head")["training FLOPs"].apply(lambda x: x.astype(float).to_numpy())
+    np.testing.assert_allclose(costs["EAGLE-3"] / costs["EAGLE-1"], 1.5, rtol=0.01)
+    with drawing():
+        (axes,) = picture.draw(NARROW).axes
+    assert axes.get_xscale() == "log"
+    assert {line.get_label() for line in axes.get_lines()} >= {"EAGLE-3", "EAGLE-1"}
+    assert "tau against training FLOPs" in reporting.html(analysis, reporting.draw([picture], tmp_path))
