@@ -16,7 +16,8 @@ and has that much less to do; `ours_frozen` is its like.
     mfu                 FLOPs of the step (matrix products and attention that it needs) over its seconds, over that rate
     ratio_gemm_bound    the same: 1 were all other work free
 
-A CPU without AVX512-BF16 or AMX emulates bf16 products, several times slower than fp32: `--dtype` is fp32 there.
+A CPU without AVX512-BF16 or AMX emulates bf16 products, several times slower than fp32: `--dtype auto`, the default, is
+fp32 there and bf16 elsewhere, as in training.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "contenders"))
+sys.path[:0] = [str(HERE.parent), str(HERE / "contenders")]
 
 from workload import Workload  # noqa: E402
+
+from eagle3_train.device import resolve_dtype  # noqa: E402
 
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (module beside worker.py, options)
     "ours": ("ours", {}),
@@ -156,9 +161,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[3, 7], help="K")
     parser.add_argument("--dims", default="smollm2", choices=("smollm2", "8b"))
     parser.add_argument("--sequences", type=int, help="of a batch (default 4; 2 with --quick)")
-    parser.add_argument("--length", type=int, help="of a sequence (default 512; 256 with --quick)")
+    parser.add_argument("--length", type=int, default=512, help="of a sequence")
     parser.add_argument("--supervised", type=float, default=0.76, help="share of the assistant's tokens")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, help="steps of each contender (default 5; 2 with --quick)")
@@ -171,10 +176,11 @@ def main() -> None:
     if not Path(args.peers).exists():
         print(f"no {args.peers}: our lines alone; run benchmarks/contenders/install.sh", file=sys.stderr)
         names = [n for n in names if n in OURS]
+    dtype = "bf16" if resolve_dtype(args.dtype, torch.device(args.device)) is torch.bfloat16 else "fp32"
     for steps in args.steps:
         work = Workload(
-            args.dims, steps, args.sequences or (2 if args.quick else 4), args.length or (256 if args.quick else 512),
-            args.supervised, args.dtype, args.threads, args.device,
+            args.dims, steps, args.sequences or (2 if args.quick else 4), args.length,
+            args.supervised, dtype, args.threads, args.device,
         )  # fmt: skip
         bench(work, names, args.peers, args.rounds or (2 if args.quick else 5))
 
