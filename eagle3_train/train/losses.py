@@ -27,7 +27,8 @@ from torch import Tensor
 
 from eagle3_train.config import parse_objective
 
-CHUNK = 512  # rows whose logits exist at once: [512, D] fp32 stays near the caches, and [R, D] is never kept
+CHUNK = 512  # rows whose logits exist at once: [R, D] is never kept
+BLOCK = 32  # of these, rows that a core compares at once on a CPU: [32, D] fp32 stays in its caches over all passes
 
 Mix = tuple[tuple[str, float], ...]  # names of the table above and their weights
 
@@ -106,20 +107,24 @@ class _LinearObjective(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if train else None
         d_weight = torch.zeros_like(weight) if train and ctx.needs_input_grad[1] else None
         evaluate = _compiled_compare() if compiled else compare
+        block = min(CHUNK, BLOCK * torch.get_num_threads()) if hidden.device.type == "cpu" else CHUNK
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
-            h, p = hidden[part], targets.index_select(0, rows[part]).to(wide)
-            value[part], ce[part], grad = evaluate((h @ head.T).to(wide), p, mix, train)
-            if d_hidden is None or grad is None:
+            h = hidden[part]
+            logits = h @ head.T
+            for z, at, v, c in zip(*(x.split(block) for x in (logits, rows[part], value[part], ce[part])), strict=True):
+                v[:], c[:], grad = evaluate(z.to(wide), targets.index_select(0, at).to(wide), mix, train)
+                if grad is not None:
+                    z.copy_(grad)  # the logits make room for their gradient
+            if d_hidden is None:
                 continue
-            grad = grad.to(hidden.dtype)
             scale = scales[part, None].to(hidden.dtype)  # on the narrow side of the products
-            torch.mm(grad, head, out=d_hidden[part])
+            torch.mm(logits, head, out=d_hidden[part])
             d_hidden[part] *= scale
-            if d_weight is not None and d_weight.dtype == grad.dtype:
-                d_weight.addmm_(grad.T, h * scale)
+            if d_weight is not None and d_weight.dtype == logits.dtype:
+                d_weight.addmm_(logits.T, h * scale)
             elif d_weight is not None:
-                d_weight += grad.T @ (h * scale)
+                d_weight += logits.T @ (h * scale)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(ce)
         return (value * scales).sum(), ce
