@@ -89,6 +89,13 @@ def test_a_point_that_fails_is_expected_no_more_and_stops_nobody(bench: Bench) -
     assert not list((bench.study / "rolling").glob("0-*"))
 
 
+def test_points_whose_workers_have_failed_for_good_do_not_wait_for_them(bench: Bench) -> None:
+    out = bench.run(*ROLLS, "launch.rolling.points_at_once=2", code=1, FAKE_SECONDS="100", FAKE_ROLL_FAIL="1")
+    assert "error: the store is being captured" in out
+    assert out.count(": without capture") >= 2
+    assert bench.calls("trained") == []
+
+
 def test_groups_follow_each_other(bench: Bench) -> None:
     bench.run(*ROLLS)
     rooms = [line.split()[0] for line in bench.calls()]

@@ -4,7 +4,8 @@ Python imports this file by itself at start when its folder is on PYTHONPATH. Th
 study are the real ones.
 
 Every call is noted in $FAKE_CALLS, a line each. $FAKE_FAIL: a part of the names of points whose training fails.
-$FAKE_SECONDS: how long a training takes. $FAKE_LR: the learning rate of the lowest validation loss, at each data scale.
+$FAKE_ROLL_FAIL: workers fail. $FAKE_SECONDS: how long a training takes. $FAKE_LR: the learning rate of the lowest
+validation loss, at each data scale.
 """
 
 import json
@@ -50,6 +51,8 @@ def share_passes(cfg, readings):
 def roll(cfg, rank=0, world=1):
     """Until every run that is expected has been trained."""
     note(f"roll {rank}/{world}")
+    if "FAKE_ROLL_FAIL" in os.environ:
+        raise ValueError("the store is being captured")
     if (part := os.environ.get("FAKE_ROLL_DIES")) and rank == 0:
         os.environ.pop("FAKE_ROLL_DIES")
         if not Path(part).exists():
