@@ -911,6 +911,11 @@ def check(cfg: Config) -> None:
     if cfg.reads_copies and cfg.store.dtype == "fp8":
         raise ValueError("store.later_epochs=fp8 keeps fp8 copies, and store.dtype is fp8 already: raise store.cap_gib")
     launch = cfg.launch
+    if not re.fullmatch(r"(\d+-)?\d+(:\d\d){1,2}|\d+-\d+|infinite|unlimited", launch.slurm.time, re.IGNORECASE):
+        raise ValueError(
+            f"launch.slurm.time={launch.slurm.time!r}: write HOURS:MINUTES:SECONDS, and in a YAML file between quotes: "
+            "without them it reads 12:00:00 as the number 43200"
+        )
     if launch.kind == "torchrun" and launch.rendezvous is None:
         raise ValueError("launch=torchrun needs launch.rendezvous=HOST:PORT of one of the nodes, the same on all nodes")
     if launch.kind == "local" and launch.nodes > 1:

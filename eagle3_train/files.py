@@ -213,17 +213,23 @@ def content_fingerprint(spec: str) -> str | None:
 @cache
 def code_version() -> str:
     """Version of this code: the package's, and in a clone the commit (`+dirty` where files differ from it)."""
+    return code_state()[0]
+
+
+def code_state() -> tuple[str, str]:
+    """Version of the code as it is now, and what differs from its commit, as `git diff` has it (tracked files)."""
     version = __version__
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
-        return version
+        return version, ""
     try:
-        commit = _git(root, "rev-parse", "--short=12", "HEAD")
-        dirty = "+dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+        commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
+        changes = _git(root, "diff", "HEAD")
     except (OSError, subprocess.CalledProcessError):
-        return version
-    return f"{version}+g{commit}{dirty}"
+        return version, ""
+    return f"{version}+g{commit}{'+dirty' if changes else ''}", changes
 
 
 def _git(root: Path, *args: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *args], check=True, capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(root), *args]
+    return subprocess.run(command, check=True, capture_output=True).stdout.decode(errors="replace")

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from eagle3_train.console import say
-from eagle3_train.exits import REQUEUE
-from eagle3_train.files import read_json, write_json
+from eagle3_train.exits import REQUEUE, Unfinished
+from eagle3_train.files import code_state, read_json, write_json, write_text
 
 SUPERVISED = "EAGLE3_SUPERVISED"  # in the child's environment: end when standard input closes
 GRACE_S = 20.0  # from SIGTERM to SIGKILL: time for a checkpoint
@@ -86,7 +86,7 @@ def supervise(
             stopped = _forward(child, log, name, stop)
         except BaseException as e:
             _end(child, log, name, tell, grace)
-            note_end(folder, "stopped", type(e).__name__)
+            note_end(folder, "stopped", _why(e))
             raise
         if stopped:
             _end(child, log, name, tell, grace)
@@ -182,12 +182,18 @@ def _begin(folder: Path, command: Sequence[str], started: float) -> dict[str, An
     except ValueError:  # damaged: it is bookkeeping, and written anew below
         last = {}
     attempt = last.get("attempt", 0) + 1 if isinstance(last, dict) else 1
+    version, changes = code_state()
+    if changes:
+        write_text(folder / "code.diff", changes)
+    else:
+        (folder / "code.diff").unlink(missing_ok=True)
     status = {
         "state": "running",
         "attempt": attempt,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "command": list(command),
+        "code": version,
         "started": started,
     }
     write_json(path, status)
@@ -198,6 +204,13 @@ def note_end(folder: Path, state: str, reason: str) -> None:
     """Write into status.json how the last attempt ended."""
     path = folder / "status.json"
     write_json(path, read_json(path) | {"state": state, "reason": reason, "ended": time.time()})
+
+
+def _why(e: BaseException) -> str:
+    """What ended this process, in words."""
+    if isinstance(e, KeyboardInterrupt):
+        return "Ctrl-C"
+    return (e.how if isinstance(e, Unfinished) else "") or type(e).__name__
 
 
 def _reason(code: int) -> str:

@@ -72,8 +72,11 @@ def retry(cfg: Config, names: Sequence[str]) -> None:
         outcome = run_job(job, wait=False)
         if outcome.state == "cancelled":
             raise Failed(CANCELLED)
+        if outcome.state == "busy":
+            say(f"{job.name}: another process works on it")
+            continue
         say(f"{job.name}: {outcome.state} in {duration(outcome.seconds)}")
-        if outcome.state not in ("done", "busy"):
+        if outcome.state != "done":
             failed.append(outcome.text(job.name))
         points_done += job.step == "point" and outcome.state == "done"
     if not points_done:

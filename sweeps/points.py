@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Part:
-    """Points that share their data, which `cfg` describes: those of one target."""
+    """Points that share their data: those of one target. `cfg`: the first of them, for the steps that they share."""
 
     cfg: Config
     points: list[Point]
@@ -45,12 +45,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Study:
-    """`cfg` is the study's own configuration, without the axes. The points are in the order of the axes."""
+    """The points are in the order of the axes."""
 
-    cfg: Config
     parts: list[Part]  # one a target
     points: list[Point]
     unmatched: list[str]  # items of study.exclude and study.decode_points that no point has
+
+    @property
+    def cfg(self) -> Config:
+        """For what is not varied: launch, the study's folder, and the like."""
+        return self.parts[0].cfg
 
     @property
     def dir(self) -> Path:
@@ -68,32 +72,33 @@ def plan(overrides: Sequence[str]) -> Study:
     fixed, swept = split(overrides)
     instead = _axes_of(fixed.pop("study.axes", None))
     raw = config.compose_raw([*fixed.values()])
-    of_file = {key: [literal(v) for v in values] for key, values in config.resolve(deepcopy(raw)).study.axes.items()}
+    study: Any = OmegaConf.to_container(raw.study, resolve=True)
+    of_file = {key: [literal(v) for v in values] for key, values in study["axes"].items()}
     axes = (of_file if instead is None else instead) | swept
     if empty := [key for key, values in axes.items() if not values]:
-        raise ValueError(f"study {raw.study.name!r}: axis {empty[0]} has no values; ~study.axes.{empty[0]} removes it")
+        raise ValueError(f"study {study['name']!r}: axis {empty[0]} has no values; ~study.axes.{empty[0]} removes it")
     for key in axes.keys() & fixed.keys():  # the user fixed an axis
         axes[key] = [fixed.pop(key).partition("=")[2]]
-    values = {key: [_parsed(key, value) for value in of] for key, of in axes.items()}
-    OmegaConf.update(raw, "study.axes", values, merge=False)
-    base = config.resolve(deepcopy(raw))
+    parsed = {key: [_parsed(key, value) for value in values] for key, values in axes.items()}
+    OmegaConf.update(raw, "study.axes", parsed, merge=False)
+    parts: dict[tuple[str, ...], Part] = {}
     points, found = [], set()
-    items = [("exclude", i) for i in base.study.exclude] + [("decode_points", i) for i in base.study.decode_points]
+    items = [("exclude", i) for i in study["exclude"]] + [("decode_points", i) for i in study["decode_points"]]
     for chosen, cfg in _compositions([*fixed.values()], raw, axes):
         matched = {n for n, (_, item) in enumerate(items) if matches(cfg, chosen, item)}
         found |= matched
-        if any(n < len(base.study.exclude) for n in matched):
+        if any(n < len(study["exclude"]) for n in matched):
             continue
+        target = tuple(value for key, value in chosen.items() if config.is_of_target(key))
+        part = parts.setdefault(target, Part(deepcopy(cfg), []))
         set_decode(cfg, chosen)
         points.append(Point(cfg.point_name, cfg, chosen))
-    parts = []
-    for chosen, cfg in _compositions([*fixed.values()], raw, {k: v for k, v in axes.items() if config.is_of_target(k)}):
-        own = [p for p in points if chosen.items() <= p.overrides.items()]
-        if own:
-            parts.append(Part(cfg, own))
-    _check(base, parts)
+        part.points.append(points[-1])
+    if not parts:
+        raise ValueError(f"study {study['name']!r} has no point: study.exclude leaves none")
+    _check(points, [*parts.values()])
     unmatched = [f"study.{key}: {literal(item)}" for n, (key, item) in enumerate(items) if n not in found]
-    return Study(base, parts, points, unmatched)
+    return Study([*parts.values()], points, unmatched)
 
 
 def _compositions(
@@ -185,23 +190,22 @@ def _axes_of(override: str | None) -> dict[str, list[str]] | None:
     return {str(k): [literal(x) for x in (v if isinstance(v, list) else [v])] for k, v in value.items()}
 
 
-def _check(base: Config, parts: list[Part]) -> None:
-    if not parts:
-        raise ValueError(f"study {base.study.name!r} has no point: study.exclude leaves none")
+def _check(points: list[Point], parts: list[Part]) -> None:
+    study = parts[0].cfg.study
     names: dict[str, Point] = {}
-    for point in (p for part in parts for p in part.points):
+    for point in points:
         if (other := names.setdefault(point.name, point)) is not point:
             raise ValueError(
-                f"study {base.study.name!r}: {point.overrides} and {other.overrides} define the same point "
+                f"study {study.name!r}: {point.overrides} and {other.overrides} define the same point "
                 f"{point.name}: remove the axis that changes nothing"
             )
     for part in parts:
         if shape := shape_of(part.cfg):
             config.check_layer_ids(part.cfg.capture.layer_ids, shape.layers)
         if len({data_identity(p.cfg) for p in part.points}) > 1:
-            varied = [k for k in base.study.axes if k.partition(".")[0] in ("corpus", "capture", "store", "eval")]
+            varied = [k for k in study.axes if k.partition(".")[0] in ("corpus", "capture", "store", "eval")]
             raise ValueError(
-                f"study {base.study.name!r}: its points share what is prepared and captured once, and the axis "
+                f"study {study.name!r}: its points share what is prepared and captured once, and the axis "
                 f"{' and '.join(varied)} would change that: make a study for each value (study.name=...); `python -m "
                 "analysis STUDY STUDY` reads several. Of such axes only the target has data of its own in a study"
             )
@@ -209,7 +213,7 @@ def _check(base: Config, parts: list[Part]) -> None:
         for name in ("corpus", "store", "target"):
             if (path := getattr(first.paths, name)) == getattr(second.paths, name):
                 raise ValueError(
-                    f"study {base.study.name!r}: the targets {first.target.model} and {second.target.model} would "
+                    f"study {study.name!r}: the targets {first.target.model} and {second.target.model} would "
                     f"share paths.{name}={path}: give each a target.name of its own, as 'target={{name: a, model: "
                     f"FOLDER}}' does, and leave paths.{name} alone, or name its folder by ${{target.name}}"
                 )

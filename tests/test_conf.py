@@ -65,6 +65,7 @@ def test_a_damaged_or_missing_configuration_is_named(text: str | None, tmp_path:
         ("optim.lr=1e9", "optim.lr"),
         ("seed=99999999999999999999", "seed"),
         ("corpus.format=parquet", "corpus.format"),
+        ("launch.slurm.time=43200", "launch.slurm.time=.*between quotes"),
     ],
 )
 def test_wrong_values_are_refused_by_name(override: str, words: str) -> None:

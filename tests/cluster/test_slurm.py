@@ -76,7 +76,7 @@ def limited(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A study whose point needs longer than its time limit, which SLURM counts in minutes: submitted first, looked at
     last."""
     bench = Bench(tmp_path_factory.mktemp("limited"))
-    limit = ("launch.slurm.time=1", "launch.slurm.signal_seconds=1", "launch.slurm.options=['--nodelist=n1']")
+    limit = ("launch.slurm.time=0:01:00", "launch.slurm.signal_seconds=1", "launch.slurm.options=['--nodelist=n1']")
     bench.run("study", "data.scale=1", "seed=0", "launch=slurm", *limit, FAKE_SECONDS="110")
     return bench
 

@@ -220,3 +220,38 @@ def test_what_is_done_is_seen_in_an_object_store_too(compose: Callable[..., Conf
     Folder(uri).write("manifest.json", b'{"fingerprint": "new"}')
     assert not point.is_done()
     assert is_of_another_store(cfg, point.folder)
+
+
+def test_a_script_has_what_the_cluster_wants_to_know(compose: Callable[..., Config]) -> None:
+    words = {"account": "lab", "qos": "high", "constraint": "h100", "partition": "gpu", "memory": "64G"}
+    cfg = compose("launch.kind=slurm", *(f"launch.slurm.{key}={value}" for key, value in words.items()))
+    cfg.launch.slurm.time = "12:00:00"
+    cfg.launch.slurm.options = ["--exclusive"]
+    cfg.launch.slurm.setup = ["module load cuda"]
+    cfg.launch.slurm.srun = ["--container-image=torch.sqsh"]
+    cfg.launch.slurm.env = {"NCCL_DEBUG": "INFO"}
+    cfg.launch.nodes, cfg.launch.slurm.gpus_per_node, cfg.launch.slurm.cpus_per_node = 2, 8, 64
+    text = slurm.render(slurm.Batch("points", [Job("point", cfg)]))
+    asked = {
+        "account": "lab",
+        "qos": "high",
+        "constraint": "h100",
+        "partition": "gpu",
+        "mem": "64G",
+        "time": "12:00:00",
+    }
+    asked |= {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "64", "signal": "B:USR2@120"}
+    lines = text.splitlines()
+    for key, value in asked.items():
+        assert f"#SBATCH --{key}={value}" in lines
+    for line in ("#SBATCH --exclusive", "#SBATCH --requeue", "#SBATCH --kill-on-invalid-dep=yes"):
+        assert line in lines
+    assert lines.index("module load cuda") < lines.index("jobs=(")
+    allocation = {"SLURM_JOB_ID": "7", "EAGLE3_HEAD": "n1"}
+    srun = command(Job("point", cfg), allocation)
+    assert srun[: srun.index("--container-image=torch.sqsh") + 1] == [
+        "srun", "--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1", "--kill-on-bad-exit=1",
+        "--container-image=torch.sqsh",
+    ]  # fmt: skip
+    assert "n1:20007" in srun  # one torchrun a node meets the others there
+    assert environment(Job("point", cfg))["NCCL_DEBUG"] == "INFO"

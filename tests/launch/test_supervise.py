@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_train import files
 from launch.supervise import last_words, supervise, tail
 
 
@@ -161,8 +163,29 @@ def test_a_step_that_asks_to_be_continued_has_not_failed(tmp_path: Path) -> None
     assert status(tmp_path)["state"] == "stopped"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupting_ends_all_children(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_the_code_that_ran_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = tmp_path / "clone"
+    file = clone / "eagle3_train" / "files.py"
+    file.parent.mkdir(parents=True)
+    file.write_bytes("a = 'ä'\n".encode("latin-1"))
+    me = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*me, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", clone, *words], check=True)
+    monkeypatch.setattr(files, "__file__", str(file))
+    supervise(script(""), tmp_path / "job", "x1")
+    version = status(tmp_path / "job")["code"]
+    assert re.fullmatch(r".+\+g[0-9a-f]{12}", version)
+    assert not (tmp_path / "job" / "code.diff").exists()
+    file.write_text("a = 2\n")
+    supervise(script(""), tmp_path / "job", "x1")
+    assert status(tmp_path / "job")["code"] == f"{version}+dirty"
+    assert (tmp_path / "job" / "code.diff").read_text().endswith("+a = 2\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_interrupting_ends_all_children(tmp_path: Path, number: signal.Signals, code: int, reason: str) -> None:
     supervisor, pids = start_family(tmp_path, "lambda *a: sys.exit(3)")
     started = time.monotonic()
     supervisor.send_signal(number)
@@ -170,7 +193,7 @@ def test_interrupting_ends_all_children(tmp_path: Path, number: signal.Signals, 
     assert time.monotonic() - started < 3
     for pid in pids:
         wait_until_dead(pid)
-    assert status(tmp_path / "job")["state"] == "stopped"
+    assert (status(tmp_path / "job")["state"], status(tmp_path / "job")["reason"]) == ("stopped", reason)
 
 
 def test_children_that_ignore_the_signal_are_killed_after_the_grace(tmp_path: Path) -> None:

@@ -154,3 +154,18 @@ def test_time_left_knows_what_grows_with_the_work_and_what_does_not(tmp_path: Pa
     assert time_left.seconds([two, four]) == pytest.approx(5 + 20 + 5 + 40)
     assert time_left.seconds([eight]) == pytest.approx(5 + 80 + 60)  # decoded too
     assert "about 2m25s for the other 1" in time_left.text([eight])
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data.base_tokens": "1000,2000", "draft.steps": "3,5", "optim.lr": "1e-3,2e-3"},
+        {"draft": "eagle3,medusa", "target": "smollm2,qwen3_8b", "train.epochs": "1,2"},
+        {"draft.eagle3.layers": "1,2", "draft.eagle3.hidden_size": "64,128", "draft.init_layer": "random"},
+        {"train.regime": "steps", "train.steps": "10,20"},  # which the file alone, without the axis, would lack
+    ],
+    ids=" ".join,
+)
+def test_whatever_a_study_may_vary_is_an_axis(axes: dict[str, str]) -> None:
+    points = plan(["study.axes={}", *(f"{key}={values}" for key, values in axes.items())]).points
+    assert len({p.name for p in points}) == len(points) == 2 ** sum("," in values for values in axes.values())

@@ -202,6 +202,14 @@ def test_a_study_larger_than_its_store_says_what_more_to_capture(bench: Bench) -
     assert len(bench.calls("prepare")) == 1
 
 
+def test_a_watched_study_is_looked_at_until_nothing_is_left_to_do(bench: Bench) -> None:
+    process = bench.start(*TWO, FAKE_SECONDS="4")
+    wait_until(lambda: len(steps(bench, NAMES[0])) >= 1)
+    out = bench.run("study", "status", "--watch")
+    assert "4 done" in out.splitlines()[-1]
+    assert process.wait() == 0
+
+
 def test_a_dry_run_does_nothing(bench: Bench) -> None:
     out = bench.run(*TWO, "dry_run=true", "corpus.sequences=256", "launch.tflops=0.1")
     assert "2 points, 0 done" in out
