@@ -16,7 +16,7 @@ from eagle3_train.decode.loop import Proposer
 from eagle3_train.decode.sampling import Sampling
 from eagle3_train.decode.static import StaticTree
 from eagle3_train.decode.tree import Tree
-from eagle3_train.device import resolve_device
+from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.drafts import Draft
 from eagle3_train.evaluate.decode import decode_tasks
 from eagle3_train.evaluate.records import write_records
@@ -53,6 +53,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             "checkpoints)"
         )
     fingerprints = check_transcripts(cfg)
+    tune_allocator()
     device = resolve_device(cfg.device)
     transcripts = inside(cfg.paths.store, "transcripts")
     tasks = cfg.eval.tasks

@@ -14,6 +14,7 @@ from eagle3_train import config
 from eagle3_train.config import Config, TaskConfig, TreeConfig, digest
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.runner import Query, TargetRunner
+from eagle3_train.decode.sampling import Sampling
 from eagle3_train.evaluate import decode, decode_tasks, measure
 from eagle3_train.evaluate.records import read_records
 from eagle3_train.files import write_json
@@ -39,6 +40,22 @@ def test_decode_tasks_measures_the_first_prompts(folder: str) -> None:
     assert keys["decode_setup"] == {"dtype": "float32", "device": "cpu", "threads": torch.get_num_threads(), "batch": 1}
     assert keys["speedup"]["tiny"]["lossless"] == 3
     assert keys["tau_decode"]["tiny"]["prompts"] == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_several_prompts_at_once_give_the_same_records(
+    folder: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "TURN", 1)  # groups of three: the last one is smaller
+    chain = Chain(3, Sampling(temperature))
+    kept = []
+    for batch in (1, 3):
+        records, keys = decode_tasks(trained_head(), tiny_target(), folder, [TASK], 8, chain, STOPS, 50, 0, batch=batch)
+        assert keys["decode_setup"]["batch"] == batch
+        assert all(r.seconds > 0 for r in records)  # type: ignore[operator]
+        kept.append([replace(r, seconds=None, plain_seconds=None) for r in records])
+    assert kept[0] == kept[1]
+    assert len({r.tokens for r in kept[0]}) > 1
 
 
 def test_an_output_that_is_not_the_targets_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
