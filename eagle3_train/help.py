@@ -1,4 +1,4 @@
-"""Help texts. What a key means is said once, by its comment in config.py, and read from there."""
+"""Help texts. What a key means is said once, by its comment in config/schema.py, and read from there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from eagle3_train import config
-from eagle3_train.config import Config
+from eagle3_train.config import Config, schema
 
 if TYPE_CHECKING:
     from eagle3_train.steps import Step
@@ -129,11 +129,11 @@ def _value(cfg: Config, key: str) -> Any:
 
 
 def _comment(key: str) -> str:
-    """The comment of a key in config.py: behind the field, or in the lines above it."""
+    """The comment of a key in config/schema.py: behind the field, or in the lines above it."""
     *path, name = key.split(".")
     cls: type = Config
     for part in path:
-        cls = next(vars(config)[f.type] for f in fields(cls) if f.name == part)  # type: ignore[arg-type, index]
+        cls = next(vars(schema)[f.type] for f in fields(cls) if f.name == part)  # type: ignore[arg-type, index]
     above: list[str] = []
     for line in inspect.getsource(cls).splitlines():
         if match := re.match(rf"\s+{name}:[^#]*(?:#\s*(.*))?$", line):

@@ -50,7 +50,7 @@ def test_help_of_a_step_has_its_keys_with_their_values_and_meanings(
 def test_help_shows_present_values_and_the_comments_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = eagle3(capsys, "train", "draft.steps=7", "--help")
     assert "draft.steps=7" in out
-    assert "K: training-time-test steps" in out  # behind the field in config.py
+    assert "K: training-time-test steps" in out  # behind the field in config/schema.py
     _, out, _ = eagle3(capsys, "capture", "--help")
     assert "auto: bf16 where the device has fast bf16" in out  # above the field
 

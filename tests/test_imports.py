@@ -71,5 +71,6 @@ def test_launch_sweeps_and_analysis_start_without_torch(package: str) -> None:
 def test_store_needs_no_transformers_and_config_no_torch() -> None:
     for path in files_of(ROOT / "eagle3_train" / "store"):
         assert "transformers" not in {n.split(".")[0] for n in imported(path)}, path
-    for name in ("config", "files", "console", "exits"):
-        assert "torch" not in {n.split(".")[0] for n in imported(ROOT / "eagle3_train" / f"{name}.py")}
+    base = ROOT / "eagle3_train"
+    for path in (*files_of(base / "config"), *(base / f"{name}.py" for name in ("files", "console", "exits"))):
+        assert "torch" not in {n.split(".")[0] for n in imported(path)}, path
