@@ -34,12 +34,14 @@ class Sign:
     """A process's own file, written anew every few seconds by a thread, and at once by `say`.
 
     Facts change by `note`. `close` writes a last time and ends the thread; a sign that is never closed ends with its
-    process, which is how others notice.
+    process, which is how others notice. The file of a process that has taken the name is left as it is.
     """
 
     def __init__(self, folder: Folder, kind: str, name: str, **facts: Any) -> None:
         self._folder, self._kind, self._name = folder, kind, name
-        self._facts: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "beat": 0, **facts}
+        self._generation = 1 + self._newest_generation()
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "generation": self._generation}
+        self._facts: dict[str, Any] = {**who, "beat": 0, **facts}
         self._changing = threading.Lock()  # of the facts: several threads of a run have something to say
         self._writing, self._ended = threading.Lock(), threading.Event()
         self.say()
@@ -56,6 +58,8 @@ class Sign:
             with self._changing:
                 self._facts.update(facts, beat=self._facts["beat"] + 1)
                 text = json.dumps(self._facts)
+            if self.is_replaced():
+                return
             self._folder.child(self._kind).write(f"{self._name}.json", text.encode())
 
     def close(self, **facts: Any) -> None:
@@ -64,9 +68,15 @@ class Sign:
         self.say(**facts)
 
     def is_replaced(self) -> bool:
-        """Whether another process has the name now: this one had seemed dead."""
-        there = read_sign(self._folder, self._kind, self._name)
-        return there is not None and _process(there) != _process(self._facts)
+        """Whether a later process has the name now: this one had seemed dead."""
+        return self._newest_generation() > self._generation
+
+    def _newest_generation(self) -> int:
+        """Of the processes that have had the name, one after the other; 0 where none is known."""
+        with suppress(_Damaged):
+            there = _read(self._folder.child(self._kind), f"{self._name}.json")
+            return there.get("generation", 0) if there else 0
+        return 0
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -119,10 +129,6 @@ def _read(inside: Folder, file: str) -> dict[str, Any] | None:
     if not isinstance(sign, dict) or "beat" not in sign:
         raise _Damaged
     return sign
-
-
-def _process(sign: Mapping[str, Any]) -> tuple[str, int]:
-    return sign["host"], sign["pid"]
 
 
 def living(folder: Folder, kind: str, names: Sequence[str]) -> list[str]:

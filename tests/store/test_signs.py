@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -54,9 +55,17 @@ def test_who_lives_is_known_by_process_or_by_signs_of_life(tmp_path: Path) -> No
     assert living(folder, WORKERS, ["3"]) == []
 
 
-def test_a_process_whose_name_another_has_taken_notices(tmp_path: Path) -> None:
-    sign = Sign(Folder(tmp_path), WORKERS, "0")
-    sign.close()
+def test_a_process_whose_name_another_has_taken_notices_and_leaves_its_file_alone(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    sign = Sign(folder, WORKERS, "0")
+    sign.say(doing="capturing")
     assert not sign.is_replaced()
-    Folder(tmp_path).child(WORKERS).write("0.json", b'{"host": "elsewhere", "pid": 1, "beat": 1}')
+    other = {"host": "elsewhere", "pid": 1, "beat": 1, "generation": 2}
+    for _ in range(2):  # a beat that had looked before overwrites once
+        folder.child(WORKERS).write("0.json", json.dumps(other).encode())
+        time.sleep(0.5)
     assert sign.is_replaced()
+    sign.close()
+    assert read_sign(folder, WORKERS, "0") == other
+    Sign(folder, WORKERS, "0").close()  # a new one takes the name
+    assert (read_sign(folder, WORKERS, "0") or other)["host"] != "elsewhere"
