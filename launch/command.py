@@ -20,7 +20,8 @@ def command(job: Job, environ: Mapping[str, str] = os.environ) -> list[str]:
         ranks = [*python, *step]
     else:
         meeting = _meeting(job, environ) if job.nodes > 1 else ["--standalone"]
-        torchrun = ["-m", "eagle3_train.elastic", *meeting, "--nproc-per-node", str(job.processes)]
+        by_rank = ["--log-dir", str(job.folder / "ranks"), "--tee", "3"]  # also to our own log, with the rank in front
+        torchrun = ["-m", "eagle3_train.elastic", *meeting, "--nproc-per-node", str(job.processes), *by_rank]
         ranks = [*python, *torchrun, *step]
     if not _in_allocation(job, environ):
         return ranks
@@ -46,6 +47,8 @@ def environment(job: Job) -> dict[str, str]:
     """torchrun gives each of several processes one thread; here they share the machine's cores, or what their side of a
     rolling store has of it."""
     env = dict(job.cfg.launch.slurm.env) if job.cfg.launch.kind == "slurm" else {}
+    if job.nodes * job.processes > 1:
+        env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "} | env
     if job.part is not None:
         env |= {"RANK": str(job.part[0]), "WORLD_SIZE": str(job.part[1])}
     split = job.cfg.launch.rolling

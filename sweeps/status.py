@@ -21,6 +21,7 @@ from launch.jobs import SHARED, Job
 from launch.lock import holder_of
 from launch.supervise import last_words, tail
 
+OF_A_LAUNCHER = re.compile(r"srun:|slurmstepd|[IWE]\d{4} .*torch/distributed/elastic/")  # lines of a log
 IN_THE_NAME = ("draft", "data.scale", "seed")  # axes that the name of a point tells
 
 
@@ -177,8 +178,9 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
         reason = "done, with other settings or data than now: `eagle3 study` runs it again"
         return JobStatus(job.name, "queued", attempt, host=last["host"], reason=reason)
     if last["state"] == "failed":
-        log = [line for line in last_words(job.folder) if not line.startswith(("srun:", "slurmstepd"))]
-        reason = ": ".join([last["reason"], *log[-1:]])
+        log = [line for line in last_words(job.folder) if not OF_A_LAUNCHER.match(line)]
+        errors = [line for line in log if re.search("error", line, re.IGNORECASE)]  # ranks' last lines are mixed
+        reason = ": ".join([last["reason"], *(errors or log)[-1:]])
         return JobStatus(job.name, "failed", attempt, **progress, seconds=seconds, host=last["host"], reason=reason)
     why = last.get("reason") or "its process was killed, or its machine went down"
     return JobStatus(job.name, "stopped", attempt, **progress, seconds=seconds, host=last["host"], reason=why)

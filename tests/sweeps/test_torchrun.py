@@ -38,11 +38,16 @@ def test_several_processes_on_this_machine(bench: Bench) -> None:
 
 def test_what_the_user_got_wrong_is_one_line_of_one_rank(bench: Bench) -> None:
     out = bench.run("capture", "launch.nproc_per_node=2", code=1)  # nothing is prepared
-    said = [line for line in out.splitlines() if line.startswith("capture | error: ")]
+    said = [line for line in out.splitlines() if line.startswith("capture | [rank ") and "] error: " in line]
     assert len(said) == 1
     assert "corpus/report.json" in said[0]
     assert "Traceback" not in out
     assert "capture: failed: exit code 2" in out
+    (failed,) = (s for s in status.collect(bench.study) if s.name == "capture")
+    assert "error: " in str(failed.reason)  # and not what torchrun says after it
+    logs = {path.parent.name: path.read_text() for path in bench.study.glob("steps/capture/ranks/*/*/*/stderr.log")}
+    assert sorted(logs) == ["0", "1"]  # a rank each
+    assert "corpus/report.json" in logs["0"] + logs["1"]
 
 
 def test_a_single_process_engine_is_refused_for_many(bench: Bench) -> None:
