@@ -191,7 +191,8 @@ def sections(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Section]:
     """The report below its head."""
     measured = (
         "Means over seeds, 95 % intervals in brackets. tau counts the bonus token and is averaged over target "
-        "forwards, all tasks together; alpha_i is acceptance at draft position i given that the earlier ones were."
+        "forwards, all tasks together; alpha_i is acceptance at draft position i given that the earlier ones were. "
+        "tau decode is of the few prompts that were decoded for real."
     )
     curves = [Part(heading=drawn[n].picture.title, drawn=drawn[n]) for n in ("tau", "losses", "flops") if n in drawn]
     out = [
@@ -214,7 +215,10 @@ def _decoded(analysis: Analysis) -> list[Part]:
     table = tables.decoded_table(analysis)
     if table.empty:
         return []
-    about = "Greedy decoding with the real target, against plain decoding in the same process; replay beside it."
+    about = (
+        "Greedy decoding with the real target, against plain decoding in the same process; beside it replay, of the "
+        "same prompts and of the whole task, which has more."
+    )
     return [Part(heading="Decoded with the target", text=about, table=table)]
 
 

@@ -46,6 +46,19 @@ class Table:
         """Whether any run has a value in this column."""
         return column in self.runs.columns and bool(self.runs[column].notna().any())
 
+    def tau_of_decoded(self, run: int, task: str) -> float | None:
+        """tau of a run by greedy replay, on the prompts of a task that it also decoded; None without their records."""
+        if self.records.empty:
+            return None
+        greedy = self.records[
+            (self.records["run"] == run) & (self.records["task"] == task) & (self.records["temperature"] == 0)
+        ]
+        decoded = greedy.loc[greedy["method"] == "decode", "prompt"]
+        replayed = greedy[(greedy["method"] == "replay") & greedy["prompt"].isin(decoded)]
+        if decoded.empty or len(replayed) < decoded.nunique():
+            return None
+        return float(replayed["tokens"].sum() / replayed["forwards"].sum())
+
     def counts(self, runs: Sequence[int], method: str = "replay") -> Counts | None:
         """Greedy acceptance counts of these runs on the prompts of `records`; None where a run has none."""
         if self.records.empty:

@@ -94,19 +94,21 @@ def results_table(analysis: Analysis) -> pd.DataFrame:
 
 
 def decoded_table(analysis: Analysis) -> pd.DataFrame:
-    """A row a decoded run and task: tau by decoding beside tau by replay of the run's whole task, and speed-up."""
+    """A row a decoded run and task: tau by decoding, by replay of the same prompts and of the whole task, speed-up."""
     rows = []
     for s in analysis.series:
-        for _, run in analysis.table.runs.loc[s.runs].sort_values(["data_scale", "seed"]).iterrows():
+        own = analysis.table.runs.loc[s.runs].sort_values(["data_scale", "seed"])
+        for index, (_, run) in zip(own.index.tolist(), own.iterrows(), strict=True):
             for task in analysis.table.tasks:
                 if pd.isna(run.get(f"decode_tau.{task}")):
                     continue
                 row = {} if len(analysis.series) == 1 else {"draft head": s.label}
                 row |= {"data": f"{run['data_scale']:g}x", "seed": str(run["seed"]), "task": task}
-                for prefix, title in (("decode_", "decode"), ("", "replay")):
-                    row[f"tau {title}"] = number(run[f"{prefix}tau.{task}"], 3)
-                    if f"{prefix}tau_prompts.{task}" in run:
-                        row[f"prompts, {title}"] = number(run[f"{prefix}tau_prompts.{task}"], 0)
+                if f"decode_tau_prompts.{task}" in run:
+                    row["prompts"] = number(run[f"decode_tau_prompts.{task}"], 0)
+                row["tau decode"] = number(run[f"decode_tau.{task}"], 3)
+                row["tau replay"] = number(analysis.table.tau_of_decoded(index, task), 3)
+                row["tau replay, whole task"] = number(run[f"tau.{task}"], 3)
                 if f"speedup.{task}" in run:
                     lo, hi = run.get(f"speedup_lo.{task}"), run.get(f"speedup_hi.{task}")
                     row["speed-up"] = bracketed(run[f"speedup.{task}"], lo, hi, 2)

@@ -58,8 +58,8 @@ def missing_data(part: Part) -> str:
 
 
 def _length(cfg: Config) -> str:
-    lengths = {"steps": f"{cfg.train.steps} steps", "epochs": f"{cfg.train.epochs} epochs", "none": "not trained"}
-    return lengths[cfg.train.regime]
+    epochs = f"{cfg.train.epochs} epoch" + "s" * (cfg.train.epochs > 1)
+    return {"steps": f"{cfg.train.steps} steps", "epochs": epochs, "none": "not trained"}[cfg.train.regime]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Needs:
         text = f"  data: {data.sequences:,} sequences, {sure}{data.tokens:,.0f} tokens"
         if data.exact or data.assumed:
             text += f", {sure}{data.supervised:,.0f} of them supervised"
+        if data.assumed:
+            text += f" (assumed: plan.tokens_per_sequence={cfg.plan.tokens_per_sequence:g})"
         if shape is None:
             return cls([f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"], data)
         flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)

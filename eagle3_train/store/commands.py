@@ -88,6 +88,8 @@ def _info(store: Store) -> int:
     manifest, spec = store.manifest, store.spec
     lengths = store.index.n_tokens
     sources = store.index.source.value_counts().to_pylist()
+    there = store.folder.sizes()
+    missing = sum(shard.name not in there for shard in manifest.shards)
     groups = len(np.unique(store.index.shard.astype(np.int64) << 32 | store.index.row_group))
     facts = {
         "fingerprint": manifest.fingerprint,
@@ -97,7 +99,8 @@ def _info(store: Store) -> int:
         "tokens": _tokens(manifest),
         "sources": ", ".join(f"{s['values']} {s['counts']:,}" for s in sources),
         "size": f"{manifest.bytes / 2**30:.2f} GiB in {len(manifest.shards):,} shards, {groups:,} row groups; "
-        f"{manifest.bytes / manifest.tokens:,.0f} bytes a token",
+        f"{manifest.bytes / manifest.tokens:,.0f} bytes a token"
+        + (f"; {missing} of the shards are missing: eagle3 store verify names them" if missing else ""),
         "sampling": ", ".join(f"{k}={v}" for k, v in spec.sampling.items()) or "none: the corpus's own text",
         "generator": spec.generator,
     }

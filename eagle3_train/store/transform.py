@@ -13,12 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .folder import Folder
-from .manifest import Manifest, finalize
+from .manifest import MANIFEST, Manifest, finalize
 from .plan import prefix_for_tokens
 from .reader import Store
+from .rolling import is_rolling
 from .schema import LAYOUT_FIELDS, StoreSpec
 from .target import CONFIG
-from .writer import ShardWriter, missing_shards, shard_rows
+from .writer import ShardWriter, missing_shards, read_spec, shard_name, shard_number, shard_rows
 
 Progress = Callable[[int], None]
 
@@ -91,6 +92,7 @@ def prune(
 
 def _write(out: str | Path, spec: StoreSpec, origins: list[tuple[Store, int]], progress: Progress) -> Manifest:
     """Copy rows into a new store, shard by missing shard, and the target's part with them."""
+    _require_free(Folder(out), spec)
     for shard in missing_shards(out, spec.n_shards, spec):
         with ShardWriter(out, shard, spec) as writer:
             for i in shard_rows(spec.n_rows, spec.n_shards, shard):
@@ -103,3 +105,14 @@ def _write(out: str | Path, spec: StoreSpec, origins: list[tuple[Store, int]], p
     for name in sorted(whole, key=lambda name: name == CONFIG):  # the configuration last: it says that all is there
         target.write(name, source.read(name))
     return finalize(out, spec)
+
+
+def _require_free(out: Folder, spec: StoreSpec) -> None:
+    """ValueError where `out` holds shards, or the manifest, of another store than the one to be written: a new store
+    never takes an old one's place."""
+    names = out.sizes()
+    ours = {shard_name(shard, spec.n_shards) for shard in range(spec.n_shards)}
+    shards = sorted(name for name in names if shard_number(name) is not None)
+    same = set(shards) <= ours and (not shards or not read_spec(out, shards[0]).differences(spec))
+    if not same or (MANIFEST in names and not shards) or is_rolling(out.uri):
+        raise ValueError(f"{out.uri} holds another store: choose another --out; nothing was written")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from synthetic_study import write_study
 
-from analysis import Analysis, analyse, load_runs, report, reporting, write_report
+from analysis import Analysis, analyse, load_runs, report, reporting, tables, write_report
 from analysis.__main__ import main
 from analysis.figures import pictures
 from analysis.simulate import Design, Truth
@@ -243,6 +243,21 @@ def test_in_a_browser_nothing_is_wider_than_the_window(page: str, tmp_path: Path
     assert seen["inner"] <= width
     assert seen["shown"] == len(NAMES)  # of each figure, the drawing for this width
     assert seen["font"] >= 9  # px: labels stay legible on a phone
+
+
+def test_decoding_stands_beside_replay_of_the_same_prompts(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", design=Design(scales=(1.0, 2.0), seeds=1))
+    analysis = analyse(load_runs(study), quantities=["tau"], replicates=40)
+    records = analysis.table.records
+    table = tables.decoded_table(analysis)
+    assert len(table) == 2
+    for (_, row), run in zip(table.iterrows(), analysis.table.runs.sort_values("data_scale").index, strict=True):
+        own = records[(records["run"] == run) & (records["task"] == row["task"])]
+        decoded = set(own.loc[own["method"] == "decode", "prompt"])
+        same = own[(own["method"] == "replay") & own["prompt"].isin(decoded)]
+        assert 0 < len(same) < (own["method"] == "replay").sum()
+        assert row["tau replay"] == f"{same['tokens'].sum() / same['forwards'].sum():.3f}"
+        assert row["tau replay"] != row["tau replay, whole task"]
 
 
 def test_several_heads_are_drawn_against_flops_too(tmp_path: Path) -> None:

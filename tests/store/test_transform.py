@@ -98,3 +98,15 @@ def test_pruned_store_is_a_nested_subset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 23 such rows"):
         prune(tmp_path / "whole", tmp_path / "none", rows=24)
     assert not (tmp_path / "none").exists()
+
+
+def test_no_store_takes_the_place_of_another(tmp_path: Path) -> None:
+    source, other = part(tmp_path / "a", list(range(9))), part(tmp_path / "b", list(range(9, 15)))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    for out in (source, other):
+        for rows, shards in ((5, None), (5, 2), (8, 2)):
+            with pytest.raises(ValueError, match="holds another store: choose another --out"):
+                prune(source.folder.uri, out.folder.uri, rows=rows, shards=shards)
+    with pytest.raises(ValueError, match="holds another store"):
+        merge([source.folder.uri, other.folder.uri], other.folder.uri)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before

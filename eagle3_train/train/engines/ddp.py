@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 from torch import Tensor, nn
@@ -18,7 +19,12 @@ class DDP(Engine):
         # A rank's loss is its share of the global sum already; DDP averages over ranks: take that back.
         self.gradient_factor = float(self.world.size)
         devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(head, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
+        with warnings.catch_warnings():
+            # torch 2.13 deprecates the option; what it offers instead sends the frozen embedding from rank to rank.
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            return DistributedDataParallel(
+                head, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
 
     def backward(self, batch: DraftBatch, objective: Objective, last: bool) -> Tensor:
         assert isinstance(self.module, DistributedDataParallel)
