@@ -35,9 +35,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory, target: Path) -> tuple[Conf
     """The same study captured by vLLM and by transformers. A forward pass takes 32 tokens: prompts go in pieces."""
     folder = tmp_path_factory.mktemp("studies")
     write_chats(folder / "chats.json")
-    by_vllm = study(folder, target, "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32")
+    exact = "capture.compute_dtype=fp32"
+    by_vllm = study(folder, target, exact, "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32")
     prepare(by_vllm)
-    by_hf = study(folder, target, "study.name=hf", f"paths.corpus={by_vllm.paths.corpus}")
+    by_hf = study(folder, target, exact, "study.name=hf", f"paths.corpus={by_vllm.paths.corpus}")
     for cfg in (by_vllm, by_hf):
         report = capture(cfg)["tasks/held"]
         assert report["mismatched"] == 0 < report["compared"]
