@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from eagle3_train.config.schema import HEADS, Config
+from eagle3_train.config.schema import HEADS, CaptureConfig, Config
 
 OBJECTIVES = ("soft_ce", "reverse_kl", "tv", "hard_ce")
 
@@ -378,9 +378,18 @@ def _launch(cfg: Config) -> None:
         )
 
 
-def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:
-    """ValueError where the target, of `n_layers` decoder layers, has no such layers. Once its config.json is there."""
-    if ids and ids[-1] >= n_layers:
+def layer_ids(cfg: CaptureConfig, n_layers: int) -> tuple[int, ...]:
+    """Layer ids to capture of a target of `n_layers` decoder layers: the draft head's inputs, ascending, then
+    `n_layers`, the final state.
+
+    Raises:
+        ValueError: ids that the target has not.
+    """
+    ids = cfg.layer_ids if cfg.layer_ids is not None else [2, n_layers // 2, n_layers - 3]
+    if ids != sorted(set(ids)) or not ids or ids[0] < 0 or ids[-1] >= n_layers:
+        asked = "capture.layer_ids" if cfg.layer_ids is not None else "the default layers (2, n//2, n-3)"
         raise ValueError(
-            f"capture.layer_ids={ids}: the target has {n_layers} layers, so the highest id is {n_layers - 1}"
+            f"{asked}: {list(ids)} must be different, ascending and between 0 and {n_layers - 1}, since the target has "
+            f"{n_layers} layers: set capture.layer_ids=[...]"
         )
+    return (*ids, n_layers)

@@ -172,7 +172,7 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tin
         ("corpus.sequences=1000", "only 1.. usable training sequences of the 1000"),
         ("corpus.validation_sequences=1000", "corpus.validation_sequences"),
         ("corpus.path=package:nothing_here/x.json", "pip install"),
-        ("capture.layer_ids=[99]", r"capture.layer_ids=\[99\]: the target has 8 layers"),
+        ("capture.layer_ids=[99]", r"capture.layer_ids: \[99\] must be .* the target has 8 layers"),
     ],
 )
 def test_mistakes_are_named(override: str, words: str, folder: Path, tiny_target: Path) -> None:
@@ -216,16 +216,26 @@ def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
             package_function(changed)
     corpus = Path(cfg.paths.corpus)
     assert not list(corpus.rglob("*.tmp"))
-    # What a killed writer left; the first process cannot be, the second lives.
-    left = [corpus / f".train.parquet.{socket.gethostname()}.{pid}.tmp" for pid in (2**22 + 1, 1)]
+    assert prepare(cfg)["identity"]["corpus.seed"] == 0
+    assert "is ready" in capsys.readouterr().out  # the one that ended early has changed nothing
+    (corpus / "report.json").unlink()  # killed while the new files took the place of the old
+    # What killed ones left; the first process cannot be, the second lives.
+    left = [corpus / f".unfinished.{socket.gethostname()}.{pid}.tmp" for pid in (2**22 + 1, 1)]
     for path in left:
-        path.write_bytes(b"half")
-    capsys.readouterr()
-    report = prepare(cfg)  # train.parquet is of the other seed by now
-    assert ids(cfg, "train") == sorted(ids(cfg, "train"), key=lambda i: order_key(0, i))
-    assert report["identity"]["corpus.seed"] == 0
+        path.mkdir()
+    prepare(cfg)
     assert "was left unfinished; an interrupted preparation reads its sources anew" in capsys.readouterr().out
     assert [path.exists() for path in left] == [False, True]
+
+
+def test_a_mistaken_preparation_leaves_the_corpus_that_is_there(folder: Path, tiny_target: Path) -> None:
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    corpus = Path(cfg.paths.corpus)
+    before = {p: p.read_bytes() for p in corpus.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=r"corpus\.validation_sequences"):
+        prepare(study(folder, tiny_target, "corpus.validation_sequences=900"))
+    assert {p: p.read_bytes() for p in corpus.rglob("*") if p.is_file()} == before
 
 
 def test_held_out_text_and_prompts_are_kept_out_of_training(folder: Path, tiny_target: Path) -> None:
