@@ -237,12 +237,19 @@ def _corpus(cfg: Config) -> None:
         raise ValueError(f"corpus.contamination_words={cfg.corpus.contamination_words} must be at least 1, or null")
     if (cfg.corpus.path is None) == (not cfg.corpus.sources):
         raise ValueError("give either corpus.path=FILE, or corpus.sources=[{name: ..., path: ...}, ...], not both")
+    for key, name in [("corpus.name", cfg.corpus.name), *(("corpus.sources", s.name) for s in cfg.corpus.sources)]:
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", name):
+            raise ValueError(
+                f"{key}: the name {name!r} must be of letters, digits, '_', '-', '.' and '/' between words"
+            )
     for source in cfg.corpus.sources:
         if source.format not in SOURCE_FORMATS:
             raise ValueError(
                 f"corpus source {source.name!r}: format={source.format!r} is not {', '.join(SOURCE_FORMATS)} "
                 "(dataset reads Parquet)"
             )
+        if source.limit is not None and source.limit < 1:
+            raise ValueError(f"corpus source {source.name!r}: limit={source.limit} must be at least 1, or null")
         if not source.weight > 0:
             raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):

@@ -46,7 +46,8 @@ def prepare(cfg: Config) -> dict[str, Any]:
     """
     folder = Path(cfg.paths.corpus)
     target = prepare_target(cfg.target, cfg.paths.target)
-    layer_ids(cfg.capture, text_config(target)["num_hidden_layers"])
+    model = text_config(target)
+    layer_ids(cfg.capture, model["num_hidden_layers"])
     identity = _identity(cfg, target)
     if (folder / REPORT).is_file():
         report = _read_report(folder)
@@ -58,10 +59,11 @@ def prepare(cfg: Config) -> dict[str, Any]:
         say(f"corpus: {folder} was left unfinished; an interrupted preparation reads its sources anew")
     tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
     template = Template(tokenizer, stop_ids(target, tokenizer), cfg.target.chat_template_args)
+    vocabulary = min(len(tokenizer), model["vocab_size"])
     with _aside(folder) as aside, Pool(aside, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
-        sources = {source.name: _fill(pool, source) for source in sources_of(cfg.corpus)}
+        sources = {source.name: _fill(pool, source, vocabulary) for source in sources_of(cfg.corpus)}
         kept = pool.mix({source.name: source.weight for source in sources_of(cfg.corpus)})
-        parts = _write(cfg, pool, template, aside)
+        parts = _write(cfg, pool, template, aside, sources)
         report = {
             "identity": identity,
             "digest": digest(identity, 16),
@@ -121,9 +123,15 @@ def _read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
-def _fill(pool: Pool, source: SourceConfig) -> SourceReport:
+def _fill(pool: Pool, source: SourceConfig, vocabulary: int) -> SourceReport:
+    """ValueError for token ids, of a tokenised source, that the target's tokenizer or embeddings have not."""
     report = SourceReport()
     for conversation in read_conversations(source, report):
+        if (top := max(conversation.input_ids, default=0)) >= vocabulary:
+            raise ValueError(
+                f"corpus source {source.name!r}: record {conversation.sample_id} holds token {top}, and the target has "
+                f"{vocabulary}: it was tokenised by another tokenizer than the target's"
+            )
         if not pool.add(conversation):
             report.dropped["exact duplicate"] += 1
     return report
@@ -174,7 +182,13 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
 
 
-def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[str, Any]:
+def _write(
+    cfg: Config,
+    pool: Pool,
+    template: Template,
+    folder: Path,
+    sources: dict[str, SourceReport],
+) -> dict[str, Any]:
     """Write all row files; returns the report of each, by its path within the folder less `.parquet`."""
     corpus, wanted = cfg.corpus, cfg.corpus.sequences
     tallies = {"train": Tally(), "validation": Tally()}
@@ -185,7 +199,7 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
         for group, row in _encoded(pool.walk(held_out=True), template, filters, corpus, n_validation, tally):
             writer.add(row)
             taken.add(group)
-    _require(len(tally.lengths), n_validation, "held-out sequences", "corpus.validation_sequences", tally)
+    _require(n_validation, "held-out sequences", "corpus.validation_sequences", tally, sources)
     for task in cfg.eval.tasks:
         tally = tallies[f"tasks/{task.name}"] = Tally()
         prompts = task_prompts(task, corpus.seed, pool, taken)
@@ -193,7 +207,8 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
             for row in prompt_rows(task, prompts, template, filters, tally.skipped):
                 writer.add(row)
                 tally.row(row)
-        _require(len(tally.lengths), task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally)
+        read = sources if task.source == "held_out" else {}
+        _require(task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally, read)
     # Last, so that the filters know the held-out text and the prompts.
     tally = tallies["train"]
     with (
@@ -203,7 +218,7 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
         for _, row in _encoded(pool.walk(held_out=False), template, filters, corpus, wanted, tally):
             writer.add(row)
             bar.update(1)
-    _require(len(tally.lengths), wanted, "training sequences", "corpus.sequences", tally)
+    _require(wanted, "training sequences", "corpus.sequences", tally, sources)
     return {name: tally.to_json() for name, tally in tallies.items()}
 
 
@@ -245,10 +260,13 @@ def _texts(conversation: Conversation, template: Template) -> list[str]:
     return [str(template.tokenizer.decode(conversation.input_ids))]
 
 
-def _require(found: int, wanted: int | None, what: str, key: str, tally: Tally) -> None:
+def _require(wanted: int | None, what: str, key: str, tally: Tally, sources: dict[str, SourceReport]) -> None:
+    """ValueError where too few rows were found, with what is known of the `sources` that they come from."""
+    found = len(tally.lengths)
     if found == 0 or (wanted is not None and found < wanted):
         skipped = "; ".join(f"{n} {reason}" for reason, n in tally.skipped.items()) or "none"
+        read = "".join(f"; {name}: {source.in_words()}" for name, source in sources.items())
         raise ValueError(
-            f"only {found} usable {what} of the {wanted or 'at least 1'} that {key} asks for (passed over: {skipped}): "
-            f"lower {key}, or give more data"
+            f"only {found} usable {what} of the {wanted or 'at least 1'} that {key} asks for (passed over: {skipped}"
+            f"{read}): lower {key}, or give more data"
         )
