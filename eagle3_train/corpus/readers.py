@@ -102,7 +102,7 @@ def read_conversations(source: SourceConfig, report: SourceReport) -> Iterator[C
 def _file(source: SourceConfig) -> Path:
     file = find_package_file(source.path) if source.path.startswith("package:") else Path(source.path).expanduser()
     if not file.is_file():
-        reason = "is a folder: give a file of it, or use format=dataset" if file.is_dir() else "no such file"
+        reason = "a folder; give a file of it, or use format=dataset" if file.is_dir() else "no such file"
         raise ValueError(f"corpus source {source.name!r}: path={source.path}: {reason}")
     if file.suffix in TABLES:
         raise ValueError(

@@ -241,7 +241,7 @@ def test_too_few_rows_are_explained_by_what_was_read(tmp_path: Path, tiny_target
         file.write_bytes(content)
         with pytest.raises(ValueError, match=words):
             prepare(study(tmp_path, tiny_target, sources))
-    with pytest.raises(ValueError, match=rf"path={tmp_path} is a folder: .*format=dataset"):
+    with pytest.raises(ValueError, match=rf"path={tmp_path}: a folder; .*format=dataset"):
         fingerprint(SourceConfig(name="s", path=str(tmp_path)))
 
 
