@@ -16,12 +16,12 @@ import numpy as np
 
 from eagle3_train import config
 from eagle3_train.capture.generate import Sampling
-from eagle3_train.capture.plan import Job, layer_ids, text_config
+from eagle3_train.capture.plan import Job
 from eagle3_train.capture.vllm import Requests, VllmBackend, open_engine, sampling_params
 from eagle3_train.corpus.rows import Row, RowWriter
 from eagle3_train.device import resolve_device, resolve_dtype
-from eagle3_train.files import read_json
 from eagle3_train.store import ShardWriter, StoreSpec
+from eagle3_train.target import text_config
 
 
 def make_rows(count: int, longest: int, vocab_size: int) -> list[Row]:
@@ -44,10 +44,10 @@ def bench_capture(target: Path, count: int, rounds: int, report: Callable[..., N
     cfg = config.compose([f"target.model={target}", "capture=vllm"])
     device = resolve_device(cfg.device)
     dtype = resolve_dtype(cfg.capture.compute_dtype, device)
-    model = text_config(read_json(target / "config.json"))
+    model = text_config(target)
     rows = make_rows(count, cfg.corpus.max_length, model["vocab_size"])
     tokens = sum(len(r.input_ids) for r in rows)
-    layers, name = layer_ids(cfg.capture, model["num_hidden_layers"]), str(dtype).removeprefix("torch.")
+    layers, name = config.layer_ids(cfg.capture, model["num_hidden_layers"]), str(dtype).removeprefix("torch.")
     spec = StoreSpec(
         *("bench", "", "", "", layers, model["hidden_size"], layers[-1], model["vocab_size"], "bf16", name),
         n_rows=len(rows),

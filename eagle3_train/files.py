@@ -152,19 +152,22 @@ def read_bytes(path: str | Path) -> bytes:
         return bytes(f.read())
 
 
-def read_json(path: str | Path) -> Any:
-    """Read JSON, of an object store too; a file that is cut or not JSON is named in the error."""
+REWRITE = "delete it and run the step that writes it again"  # a file of ours
+
+
+def read_json(path: str | Path, remedy: str = REWRITE) -> Any:
+    """Read JSON, of an object store too; a file that is cut or not JSON is named in the error, with the `remedy`."""
     try:
         return json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
-        raise ValueError(f"{path} is not valid JSON ({e}): delete it and run the step that writes it again") from e
+        raise ValueError(f"{path} is not valid JSON ({e}): {remedy}") from e
 
 
-def read_object(path: str | Path) -> dict[str, Any]:
+def read_object(path: str | Path, remedy: str = REWRITE) -> dict[str, Any]:
     """`read_json` of a file that holds one object: anything else is named in the error."""
-    value = read_json(path)
+    value = read_json(path, remedy)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold what it should: delete it and run the step that writes it again")
+        raise ValueError(f"{path} does not hold what it should: {remedy}")
     return value
 
 
@@ -173,7 +176,12 @@ def find_package_file(spec: str) -> Path:
     from importlib.util import find_spec
 
     name, _, inner = spec.removeprefix("package:").partition("/")
-    found = find_spec(name)
+    if not all(map(str.isidentifier, name.split("."))) or not inner:
+        raise ValueError(f"{spec}: write package:NAME/FILE, a file that an installed Python package carries")
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError:  # of a package in a package: the outer one is not there
+        found = None
     folders = list(found.submodule_search_locations or []) if found else []
     for folder in folders:
         if (path := Path(folder) / inner).is_file():

@@ -22,6 +22,7 @@ from eagle3_train.files import (
     file_fingerprint,
     find_package_file,
     read_json,
+    read_object,
     sweep_temporaries,
     temporary_path,
     write_json,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+REFETCH = "fetch the target model again; if eagle3 converted it from a GGUF file, delete that folder"
 SOURCE_FILE = "source.json"  # in a converted folder: what it was converted from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 TEMPLATE_FILE = "chat_template.jinja"
@@ -213,13 +215,16 @@ def load_tokenizer(
     """The target's tokenizer; `chat_template`, a Jinja file, replaces its own template.
 
     Raises:
-        ValueError: no chat template at all, or no such file.
+        ValueError: no chat template at all, no such file, or a tokenizer that cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as e:  # the library's own, of every kind, from damaged files
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({type(e).__name__}: {e}): {REFETCH}") from e
     if chat_template is not None:
-        tokenizer.chat_template = _template_file(chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = _template_text(Path(chat_template))
     if not tokenizer.chat_template:
         raise ValueError(f"{folder}: the tokenizer has no chat template; give one: target.chat_template=FILE.jinja")
     return tokenizer
@@ -230,15 +235,38 @@ def tokenizer_files(folder: str | Path, chat_template: str | None = None) -> dic
     names = (*TOKENIZER_FILES, *TOKENIZER_SETTINGS)
     files = {name: file.read_bytes() for name in names if (file := Path(folder) / name).is_file()}
     if chat_template is not None:
-        files[TEMPLATE_FILE] = _template_file(chat_template).read_bytes()
+        files[TEMPLATE_FILE] = _template_text(Path(chat_template)).encode()
     return files
 
 
-def _template_file(chat_template: str) -> Path:
-    path = Path(chat_template).expanduser()
+def _template_text(path: Path) -> str:
+    path = path.expanduser()
     if not path.is_file():
-        raise ValueError(f"target.chat_template={chat_template}: no such file")
-    return path
+        raise ValueError(f"target.chat_template={path}: no such file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is no chat template: its text is not UTF-8 ({e})") from e
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The target's config.json. ValueError where it is damaged."""
+    return read_object(Path(folder) / "config.json", REFETCH)
+
+
+def text_config(folder: str | Path) -> dict[str, Any]:
+    """The language model's part of the target's config.json: multi-modal models keep it inside.
+
+    Raises:
+        ValueError: without the sizes that all else is planned by.
+    """
+    config = read_config(folder)
+    config = config.get("text_config", config)
+    for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        value = config.get(size) if isinstance(config, dict) else None
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{Path(folder) / 'config.json'}: {size} is {value!r} and no number: {REFETCH}")
+    return dict(config)
 
 
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -250,7 +278,7 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        ids = read_json(path).get("eos_token_id") if path.is_file() else None
+        ids = read_object(path, REFETCH).get("eos_token_id") if path.is_file() else None
         found |= set(ids) if isinstance(ids, list) else ({ids} if ids is not None else set())
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
@@ -268,7 +296,7 @@ def weight_hash(folder: str | Path) -> str:
         digests = [f"{file.name} {_file_digest(file)}" for file in sorted(folder.glob("*.bin"))]
     if not digests:
         raise ValueError(f"{folder} holds no weights (*.safetensors or *.bin)")
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     for volatile in ("transformers_version", "_name_or_path"):
         config.pop(volatile, None)
     return _digest("\n".join([json.dumps(config, sort_keys=True), *sorted(digests)]))
@@ -310,15 +338,15 @@ def chat_template_hash(folder: str | Path, chat_template: str | None = None) -> 
     """Hex digest of the chat template in use: the file `chat_template`, or the tokenizer's own."""
     own = Path(folder) / TEMPLATE_FILE
     if chat_template is not None:
-        return _digest(_template_file(chat_template).read_text(encoding="utf-8"))
+        return _digest(_template_text(Path(chat_template)))
     if own.is_file():
-        return _digest(own.read_text(encoding="utf-8"))
+        return _digest(_template_text(own))
     return _digest(json.dumps(_tokenizer_config(folder).get("chat_template")))
 
 
 def _tokenizer_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_object(path, REFETCH) if path.is_file() else {}
 
 
 def _digest(text: str) -> str:

@@ -201,7 +201,7 @@ def _check(points: list[Point], parts: list[Part]) -> None:
             )
     for part in parts:
         if shape := shape_of(part.cfg):
-            config.check_layer_ids(part.cfg.capture.layer_ids, shape.layers)
+            config.layer_ids(part.cfg.capture, shape.layers)
         if len({data_identity(p.cfg) for p in part.points}) > 1:
             varied = [k for k in study.axes if k.partition(".")[0] in ("corpus", "capture", "store", "eval")]
             raise ValueError(

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle3_train.config import CaptureConfig, Config, TaskConfig
-from eagle3_train.corpus import read_lengths, read_report
+from eagle3_train.config import Config, TaskConfig, layer_ids
+from eagle3_train.corpus import Row, expect_content, expect_report, file_state, read_lengths, read_rows
 from eagle3_train.device import DTYPES, resolve_dtype
-from eagle3_train.files import code_version, read_json
+from eagle3_train.files import code_version
 from eagle3_train.store import Store, StoreSpec, inside, missing_shards, shard_rows
-from eagle3_train.target import chat_template_hash, tokenizer_hash, weight_hash
+from eagle3_train.target import chat_template_hash, text_config, tokenizer_hash, weight_hash
 
 # A shard that an earlier version of the code wrote is still a shard of this capture.
 MAY_DIFFER = ("generator",)
@@ -35,6 +35,7 @@ class Job:
     finished: bool  # its manifest is there
     task: TaskConfig | None = None
     missing: list[int] = field(default_factory=list)  # shards
+    state: tuple[int, int, int] | None = None  # of `rows_file` when its rows were checked; None: none will be read
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -56,25 +57,19 @@ class Job:
         """Tokens that the target generates for a shard, at most."""
         return len(self.rows(shard)) * self.task.new_tokens if self.task else 0
 
+    def read(self, shard: int) -> list[Row]:
+        """The corpus rows of a shard. ValueError where their file is another one by now than was checked."""
+        rows = list(read_rows(self.rows_file, self.rows(shard)))
+        if file_state(self.rows_file) != self.state:
+            raise ValueError(
+                f"{self.rows_file} was replaced while it was captured: run eagle3 capture again, which says whether "
+                "the shards that are there still belong to it"
+            )
+        return rows
+
     @property
     def missing_bytes(self) -> int:
         return self.spec.estimate_bytes(sum(map(self.tokens, self.missing)))
-
-
-def layer_ids(cfg: CaptureConfig, n_layers: int) -> tuple[int, ...]:
-    """Layer ids to capture: the draft head's inputs, ascending, then `n_layers`, the final state.
-
-    Raises:
-        ValueError: ids that the target has not.
-    """
-    ids = cfg.layer_ids if cfg.layer_ids is not None else [2, n_layers // 2, n_layers - 3]
-    if ids != sorted(set(ids)) or not ids or ids[0] < 0 or ids[-1] >= n_layers:
-        asked = "capture.layer_ids" if cfg.layer_ids is not None else "the default layers (2, n//2, n-3)"
-        raise ValueError(
-            f"{asked}: {list(ids)} must be different, ascending and between 0 and {n_layers - 1}, since the target has "
-            f"{n_layers} layers: set capture.layer_ids=[...]"
-        )
-    return (*ids, n_layers)
 
 
 def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
@@ -84,8 +79,8 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         ValueError: no corpus; a store that is there was captured otherwise; a target that cannot be captured.
     """
     corpus = Path(cfg.paths.corpus)
-    report = read_report(corpus)
-    model = text_config(read_json(target / "config.json"))
+    report = expect_report(cfg, target)
+    model = text_config(target)
     n_layers = model["num_hidden_layers"]
     common: dict[str, Any] = {
         "target": cfg.target.name,
@@ -107,7 +102,9 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         spec = {**common, "n_rows": part["sequences"], "config": {"rows": part["content"]}, **spec}
         wanted = StoreSpec(n_shards=min(shards, part["sequences"]), **spec)
         finished, missing = _state(path, wanted)
-        return Job(name, corpus / f"{name}.parquet", path, wanted, finished, task, missing)
+        rows = corpus / f"{name}.parquet"
+        state = expect_content(rows, part["content"]) if missing or cfg.rolls else None
+        return Job(name, rows, path, wanted, finished, task, missing, state)
 
     store, shards = cfg.paths.store, cfg.capture.shards
     states: dict[str, Any] = {"dtype": cfg.store.dtype, "compute_dtype": compute}
@@ -122,11 +119,6 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         path = inside(store, f"transcripts/{task.name}")
         jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))
     return jobs
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a `config.json`: multi-modal models keep it inside."""
-    return config.get("text_config", config)
 
 
 def _library(backend: str) -> str:

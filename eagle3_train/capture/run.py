@@ -15,10 +15,9 @@ import torch
 
 from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
-from eagle3_train.corpus import read_rows
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line, json_lines
-from eagle3_train.store import ShardWriter, StoreSpec, finalize, is_rolling, missing_shards, write_origin
+from eagle3_train.store import ShardWriter, StoreSpec, expect_origin, finalize, is_rolling, missing_shards, write_origin
 from eagle3_train.store.folder import Folder
 from eagle3_train.target import prepare_target
 
@@ -45,6 +44,7 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     device = resolve_device(cfg.device)
     target = prepare_target(cfg.target, cfg.paths.target)
     jobs = plan(cfg, target, device)
+    expect_origin(cfg.paths.store, cfg.data_identity)
     train = jobs[0]
     room = 0
     if cfg.rolls and not train.finished:  # its shards come while it is read (`roll`)
@@ -128,7 +128,7 @@ class Worker:
         started = time.monotonic()
         bar.update(0, note=job.name)
         expected = bar.units + job.tokens(shard) + job.generated(shard)
-        rows = list(read_rows(job.rows_file, job.rows(shard)))
+        rows = job.read(shard)
         tokens = mismatched = compared = 0
         with ExitStack() as stack:
             writers = [

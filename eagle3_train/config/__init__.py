@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eagle3_train.config.checks import check, check_layer_ids, parse_objective
+from eagle3_train.config.checks import check, layer_ids, parse_objective
 from eagle3_train.config.schema import (
     HEADS,
     SAMPLING,
@@ -48,7 +48,7 @@ __all__ = [
     "HEADS", "SAMPLING", "BlockConfig", "CaptureConfig", "Config", "CorpusConfig", "DraftConfig", "Eagle1Config",
     "Eagle3Config", "EngineConfig", "HFConfig", "LMConfig", "MedusaConfig", "OptimConfig", "PathsConfig",
     "ServeConfig", "SourceConfig", "TargetConfig", "TaskConfig", "TrackerConfig", "TrainConfig", "TreeConfig",
-    "check", "check_layer_ids", "compose", "compose_raw", "conf_dir", "digest", "is_of_target", "load",
+    "check", "compose", "compose_raw", "conf_dir", "digest", "is_of_target", "layer_ids", "load",
     "parse_objective", "parse_overrides", "register", "relocated", "resolve", "save",
 ]  # fmt: skip
 

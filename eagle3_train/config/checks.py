@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from eagle3_train.config.schema import HEADS, Config
+from eagle3_train.config.schema import HEADS, CaptureConfig, Config
 
 OBJECTIVES = ("soft_ce", "reverse_kl", "tv", "hard_ce")
 
@@ -237,12 +237,19 @@ def _corpus(cfg: Config) -> None:
         raise ValueError(f"corpus.contamination_words={cfg.corpus.contamination_words} must be at least 1, or null")
     if (cfg.corpus.path is None) == (not cfg.corpus.sources):
         raise ValueError("give either corpus.path=FILE, or corpus.sources=[{name: ..., path: ...}, ...], not both")
+    for key, name in [("corpus.name", cfg.corpus.name), *(("corpus.sources", s.name) for s in cfg.corpus.sources)]:
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", name):
+            raise ValueError(
+                f"{key}: the name {name!r} must be of letters, digits, '_', '-', '.' and '/' between words"
+            )
     for source in cfg.corpus.sources:
         if source.format not in SOURCE_FORMATS:
             raise ValueError(
                 f"corpus source {source.name!r}: format={source.format!r} is not {', '.join(SOURCE_FORMATS)} "
                 "(dataset reads Parquet)"
             )
+        if source.limit is not None and source.limit < 1:
+            raise ValueError(f"corpus source {source.name!r}: limit={source.limit} must be at least 1, or null")
         if not source.weight > 0:
             raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
@@ -378,9 +385,18 @@ def _launch(cfg: Config) -> None:
         )
 
 
-def check_layer_ids(ids: list[int] | None, n_layers: int) -> None:
-    """ValueError where the target, of `n_layers` decoder layers, has no such layers. Once its config.json is there."""
-    if ids and ids[-1] >= n_layers:
+def layer_ids(cfg: CaptureConfig, n_layers: int) -> tuple[int, ...]:
+    """Layer ids to capture of a target of `n_layers` decoder layers: the draft head's inputs, ascending, then
+    `n_layers`, the final state.
+
+    Raises:
+        ValueError: ids that the target has not.
+    """
+    ids = cfg.layer_ids if cfg.layer_ids is not None else [2, n_layers // 2, n_layers - 3]
+    if ids != sorted(set(ids)) or not ids or ids[0] < 0 or ids[-1] >= n_layers:
+        asked = "capture.layer_ids" if cfg.layer_ids is not None else "the default layers (2, n//2, n-3)"
         raise ValueError(
-            f"capture.layer_ids={ids}: the target has {n_layers} layers, so the highest id is {n_layers - 1}"
+            f"{asked}: {list(ids)} must be different, ascending and between 0 and {n_layers - 1}, since the target has "
+            f"{n_layers} layers: set capture.layer_ids=[...]"
         )
+    return (*ids, n_layers)

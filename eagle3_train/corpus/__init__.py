@@ -1,8 +1,12 @@
 """Sources to conversations to token ids and loss masks."""
 
-from .prepare import prepare, read_report
+from .prepare import expect_report, prepare
 from .regenerate import regenerate
-from .rows import Row, read_counts, read_lengths, read_rows
+from .report import expect_content
+from .rows import Row, file_state, read_counts, read_lengths, read_rows
 from .template import Template
 
-__all__ = ["Row", "Template", "prepare", "read_counts", "read_lengths", "read_report", "read_rows", "regenerate"]
+__all__ = [
+    "Row", "Template", "expect_content", "expect_report", "file_state", "prepare", "read_counts", "read_lengths",
+    "read_rows", "regenerate",
+]  # fmt: skip

@@ -61,17 +61,19 @@ def conversation_of(record: dict[str, Any], source: str) -> Conversation:
         found = Conversation("", "", source, clean(turns_of(record)))
     identifier = str(next((record[k] for k in ID_KEYS if record.get(k) not in (None, "")), digest(found)))
     group = str(record.get("split_group") or (PART.sub("", identifier) if "conversations" in record else identifier))
-    return replace(found, sample_id=f"{source}/{identifier}", group=f"{source}/{group}")
+    return replace(found, sample_id=f"{source}/{well_formed(identifier)}", group=f"{source}/{well_formed(group)}")
 
 
 def _tokens_of(record: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Ids and loss mask of a tokenised row: `loss_mask`, or `labels` that are -100 where nothing is to be learned."""
-    ids, mask = record["input_ids"], record.get("loss_mask")
-    if mask is None and record.get("labels") is not None:
-        mask = [int(label != -100) for label in record["labels"]]
-    if mask is None or len(mask) != len(ids) or not set(mask) <= {0, 1}:
+    ids, mask, labels = record["input_ids"], record.get("loss_mask"), record.get("labels")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise Unusable("input_ids that are no list of token ids")
+    if mask is None and isinstance(labels, list):
+        mask = [label != -100 for label in labels]
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise Unusable("input_ids without a loss_mask (0 or 1) or labels of the same length")
-    return list(map(int, ids)), list(map(int, mask))
+    return ids, list(map(int, mask))
 
 
 def turns_of(record: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -128,7 +130,7 @@ def clean(turns: list[tuple[str, Any]]) -> list[Message]:
 
 
 def _text(content: Any) -> str:
-    """Text of a message; lists of parts are joined. Lone surrogates, which no tokenizer takes, become U+FFFD."""
+    """Text of a message; lists of parts are joined."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -137,11 +139,16 @@ def _text(content: Any) -> str:
         content = "\n".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise Unusable("content that is no text")
+    return well_formed(content)
+
+
+def well_formed(text: str) -> str:
+    """Text as it is, but lone surrogates, which no tokenizer and no file takes, become U+FFFD."""
     try:
-        content.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return content
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def digest(conversation: Conversation) -> str:

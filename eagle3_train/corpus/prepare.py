@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import Config, CorpusConfig, SourceConfig, check_layer_ids, digest
+from eagle3_train.config import Config, CorpusConfig, SourceConfig, digest, layer_ids
 from eagle3_train.console import progress_bar, say
-from eagle3_train.files import content_fingerprint, read_json, write_json
-from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
+from eagle3_train.files import content_fingerprint, read_object, sweep_temporaries, temporary_path, write_json
+from eagle3_train.target import (
+    chat_template_hash,
+    load_tokenizer,
+    prepare_target,
+    stop_ids,
+    text_config,
+    tokenizer_hash,
+)
 
 from .filters import Filters
 from .messages import Conversation, Unusable
 from .pool import Pool
 from .readers import SourceReport, fingerprint, read_conversations, sources_of
 from .report import Tally, show
-from .rows import Row, RowWriter
+from .rows import ANEW, Row, RowWriter
 from .tasks import prompt_rows, task_prompts
 from .template import Encoded, Template
 
 VERSION = 2  # of what this room makes of the same input: raised when rows would come out otherwise
 REPORT = "report.json"
+TASK = "eval.tasks."  # + name: what the prompts of a task depend on
 
 
 def prepare(cfg: Config) -> dict[str, Any]:
     """Write `paths.corpus`: train.parquet, validation.parquet, tasks/<task>.parquet, report.json. Returns the report.
 
     Done once: with the same options and input files it does nothing; a change that matters redoes it, and is named. An
-    interrupted preparation starts from the beginning.
+    interrupted preparation starts from the beginning. What is there stays until all of the new is written.
 
     Raises:
         ValueError: a missing file, a template that cannot be masked, too few usable conversations.
     """
     folder = Path(cfg.paths.corpus)
     target = prepare_target(cfg.target, cfg.paths.target)
-    model = read_json(target / "config.json")
-    check_layer_ids(cfg.capture.layer_ids, model.get("text_config", model)["num_hidden_layers"])
+    model = text_config(target)
+    layer_ids(cfg.capture, model["num_hidden_layers"])
     identity = _identity(cfg, target)
     if (folder / REPORT).is_file():
-        report = read_json(folder / REPORT)
-        if report["identity"] == identity:
+        report = _read_report(folder)
+        if not (changes := _changes(report["identity"], identity)):
             say(f"corpus: {folder} is ready")
             return report
-        say(
-            f"corpus: preparing {folder} anew, since these changed: {', '.join(_changes(report['identity'], identity))}"
-        )
-        (folder / REPORT).unlink()  # from here on the folder is unfinished
+        say(f"corpus: preparing {folder} anew, since these changed: {', '.join(changes)}")
     elif any(folder.glob("*.parquet")):
         say(f"corpus: {folder} was left unfinished; an interrupted preparation reads its sources anew")
     tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
     template = Template(tokenizer, stop_ids(target, tokenizer), cfg.target.chat_template_args)
-    with Pool(folder, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
-        sources = {source.name: _fill(pool, source) for source in sources_of(cfg.corpus)}
+    vocabulary = min(len(tokenizer), model["vocab_size"])
+    with _aside(folder) as aside, Pool(aside, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
+        sources = {source.name: _fill(pool, source, vocabulary) for source in sources_of(cfg.corpus)}
         kept = pool.mix({source.name: source.weight for source in sources_of(cfg.corpus)})
-        parts = _write(cfg, pool, template, folder)
+        parts = _write(cfg, pool, template, aside, sources)
         report = {
             "identity": identity,
             "digest": digest(identity, 16),
@@ -63,39 +71,90 @@ def prepare(cfg: Config) -> dict[str, Any]:
             "usable": {"train": pool.size(held_out=False), "held_out": pool.size(held_out=True)},
             "parts": parts,
         }
+        (folder / REPORT).unlink(missing_ok=True)  # from here on the folder is unfinished
+        for name in parts:
+            file = folder / f"{name}.parquet"
+            file.parent.mkdir(exist_ok=True)
+            (aside / f"{name}.parquet").replace(file)
     write_json(folder / REPORT, report)
     show(report)
     return report
 
 
-def read_report(folder: Path) -> dict[str, Any]:
-    """The report of a prepared corpus; ValueError where there is none."""
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A folder within `folder` for what is not whole yet: gone after the block, or, of a killed one, with the next."""
+    name = folder / "unfinished"
+    sweep_temporaries(name)
+    aside = temporary_path(name)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside)
+
+
+def expect_report(cfg: Config, target: Path) -> dict[str, Any]:
+    """The report of the corpus that `cfg` describes.
+
+    Raises:
+        ValueError: there is none, or one that was prepared otherwise, with the differences.
+    """
+    folder = Path(cfg.paths.corpus)
     if not (folder / REPORT).is_file():
         raise ValueError(f"{folder} holds no corpus: run `eagle3 prepare` first")
-    return read_json(folder / REPORT)
+    report = _read_report(folder)
+    found = report["identity"]
+    wanted = _identity(cfg, target, found)
+    # Prompts of more tasks than are asked for do no harm.
+    if changes := [k for k in _changes(found, wanted) if k in wanted or not k.startswith(TASK)]:
+        differences = [f"{k}={found.get(k)!r}, now {wanted.get(k)!r}" for k in changes]
+        raise ValueError(
+            f"the corpus {folder} was prepared with {'; '.join(differences)}: restore these values, or run `eagle3 "
+            "prepare` with the new ones"
+        )
+    return report
 
 
-def _fill(pool: Pool, source: SourceConfig) -> SourceReport:
+def _read_report(folder: Path) -> dict[str, Any]:
+    report = read_object(folder / REPORT, ANEW)
+    if not all(isinstance(report.get(k), dict) for k in ("identity", "parts")):
+        raise ValueError(f"{folder / REPORT} does not hold what it should: {ANEW}")
+    return report
+
+
+def _fill(pool: Pool, source: SourceConfig, vocabulary: int) -> SourceReport:
+    """ValueError for token ids, of a tokenised source, that the target's tokenizer or embeddings have not."""
     report = SourceReport()
     for conversation in read_conversations(source, report):
+        if (top := max(conversation.input_ids, default=0)) >= vocabulary:
+            raise ValueError(
+                f"corpus source {source.name!r}: record {conversation.sample_id} holds token {top}, and the target has "
+                f"{vocabulary}: it was tokenised by another tokenizer than the target's"
+            )
         if not pool.add(conversation):
             report.dropped["exact duplicate"] += 1
     return report
 
 
-def _identity(cfg: Config, target: Path) -> dict[str, Any]:
-    """All that the rows depend on, flat, so that a difference has a name."""
+def _identity(cfg: Config, target: Path, prepared: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All that the rows depend on, flat, so that a difference has a name. `prepared`: that of a corpus that is there,
+    which stands for files that are not on this machine."""
     corpus = asdict(cfg.corpus)
     for name in ("format", "path", "sources"):
         del corpus[name]
     sources = {}
     for source in sources_of(cfg.corpus):
-        sources[f"source {source.name}"] = asdict(source) | {"path": fingerprint(source)}
+        name = f"source {source.name}"
+        known = None if prepared is None else prepared.get(name, {}).get("path")
+        sources[name] = asdict(source) | {"path": _content(source, known)}
     tasks = {}
     for task in cfg.eval.tasks:
-        tasks[f"eval.tasks.{task.name}"] = {
+        name = f"{TASK}{task.name}"
+        known = None if prepared is None else prepared.get(name, {}).get("file")
+        tasks[name] = {
             **{k: getattr(task, k) for k in ("source", "prompts", "max_prompt_tokens")},
-            "file": content_fingerprint(task.path) if task.path else None,
+            "file": (content_fingerprint(task.path) or known) if task.path else None,
         }
     return {
         "version": VERSION,
@@ -108,11 +167,28 @@ def _identity(cfg: Config, target: Path) -> dict[str, Any]:
     }
 
 
+def _content(source: SourceConfig, known: Any) -> Any:
+    """Fingerprint of a source; `known`, if there is one, where the files that it is of are not on this machine."""
+    try:
+        found = fingerprint(source)
+    except ValueError:
+        if known is None:
+            raise
+        return known
+    return known if isinstance(known, str) and not isinstance(found, str) else found
+
+
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
 
 
-def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[str, Any]:
+def _write(
+    cfg: Config,
+    pool: Pool,
+    template: Template,
+    folder: Path,
+    sources: dict[str, SourceReport],
+) -> dict[str, Any]:
     """Write all row files; returns the report of each, by its path within the folder less `.parquet`."""
     corpus, wanted = cfg.corpus, cfg.corpus.sequences
     tallies = {"train": Tally(), "validation": Tally()}
@@ -123,7 +199,7 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
         for group, row in _encoded(pool.walk(held_out=True), template, filters, corpus, n_validation, tally):
             writer.add(row)
             taken.add(group)
-    _require(len(tally.lengths), n_validation, "held-out sequences", "corpus.validation_sequences", tally)
+    _require(n_validation, "held-out sequences", "corpus.validation_sequences", tally, sources)
     for task in cfg.eval.tasks:
         tally = tallies[f"tasks/{task.name}"] = Tally()
         prompts = task_prompts(task, corpus.seed, pool, taken)
@@ -131,7 +207,8 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
             for row in prompt_rows(task, prompts, template, filters, tally.skipped):
                 writer.add(row)
                 tally.row(row)
-        _require(len(tally.lengths), task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally)
+        read = sources if task.source == "held_out" else {}
+        _require(task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally, read)
     # Last, so that the filters know the held-out text and the prompts.
     tally = tallies["train"]
     with (
@@ -141,7 +218,7 @@ def _write(cfg: Config, pool: Pool, template: Template, folder: Path) -> dict[st
         for _, row in _encoded(pool.walk(held_out=False), template, filters, corpus, wanted, tally):
             writer.add(row)
             bar.update(1)
-    _require(len(tally.lengths), wanted, "training sequences", "corpus.sequences", tally)
+    _require(wanted, "training sequences", "corpus.sequences", tally, sources)
     return {name: tally.to_json() for name, tally in tallies.items()}
 
 
@@ -183,10 +260,13 @@ def _texts(conversation: Conversation, template: Template) -> list[str]:
     return [str(template.tokenizer.decode(conversation.input_ids))]
 
 
-def _require(found: int, wanted: int | None, what: str, key: str, tally: Tally) -> None:
+def _require(wanted: int | None, what: str, key: str, tally: Tally, sources: dict[str, SourceReport]) -> None:
+    """ValueError where too few rows were found, with what is known of the `sources` that they come from."""
+    found = len(tally.lengths)
     if found == 0 or (wanted is not None and found < wanted):
         skipped = "; ".join(f"{n} {reason}" for reason, n in tally.skipped.items()) or "none"
+        read = "".join(f"; {name}: {source.in_words()}" for name, source in sources.items())
         raise ValueError(
-            f"only {found} usable {what} of the {wanted or 'at least 1'} that {key} asks for (passed over: {skipped}): "
-            f"lower {key}, or give more data"
+            f"only {found} usable {what} of the {wanted or 'at least 1'} that {key} asks for (passed over: {skipped}"
+            f"{read}): lower {key}, or give more data"
         )

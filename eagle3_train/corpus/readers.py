@@ -63,6 +63,14 @@ class SourceReport:
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"dropped": dict(self.dropped.most_common())}
 
+    def in_words(self) -> str:
+        """What was read of it and what was not."""
+        counts = [f"{n:,} {reason}" for reason, n in self.dropped.items()]
+        counts += [f"{self.malformed:,} malformed"] if self.malformed else []
+        counts += [f"{self.cut_bytes:,} bytes cut at the end"] if self.cut_bytes else []
+        counts += ["no JSON objects: is `format` right?"] if not self.conversations else []
+        return f"{self.conversations:,} records read" + (f" ({', '.join(counts)})" if counts else "")
+
 
 def sources_of(cfg: CorpusConfig) -> list[SourceConfig]:
     """The sources of a corpus: those of `sources`, or the one of `format` and `path`."""
@@ -94,7 +102,8 @@ def read_conversations(source: SourceConfig, report: SourceReport) -> Iterator[C
 def _file(source: SourceConfig) -> Path:
     file = find_package_file(source.path) if source.path.startswith("package:") else Path(source.path).expanduser()
     if not file.is_file():
-        raise ValueError(f"corpus source {source.name!r}: path={source.path}: no such file")
+        reason = "a folder; give a file of it, or use format=dataset" if file.is_dir() else "no such file"
+        raise ValueError(f"corpus source {source.name!r}: path={source.path}: {reason}")
     if file.suffix in TABLES:
         raise ValueError(
             f"corpus source {source.name!r}: path={source.path} is a table, which format={source.format} does not "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from eagle3_train.console import console, say
 
-from .rows import Row
+from .rows import ANEW, Row, file_state, read_rows
 from .template import Encoded
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 99, 100)
@@ -57,6 +58,23 @@ class Tally:
             "context_turns": self.context_turns,
             "length_quantiles": {str(q): float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
         }
+
+
+def expect_content(path: Path, content: str) -> tuple[int, int, int]:
+    """The state of a file whose rows have this `content` (of its part of the report): all of them are read for it.
+
+    Raises:
+        ValueError: rows other than those that were prepared.
+    """
+    state, tally = file_state(path), Tally()
+    for row in read_rows(path):
+        tally.row(row)
+    if (found := tally.to_json()["content"]) != content:
+        raise ValueError(
+            f"{path} does not hold the rows that were prepared ({len(tally.lengths):,} rows of content {found}, and "
+            f"its report.json says {content}): {ANEW}"
+        )
+    return state
 
 
 def show(report: dict[str, Any]) -> None:

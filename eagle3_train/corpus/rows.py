@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.uint8())),
     ]
 )
+ANEW = "delete the corpus's report.json and run `eagle3 prepare`, which writes it anew"  # the way out of damage
 GROUP_ROWS = 1024  # a row group: what a reader of a few rows has to read
 
 
@@ -72,7 +74,7 @@ class RowWriter:
 
 def read_rows(path: Path, rows: range | None = None) -> Iterator[Row]:
     """Rows of a corpus file, all or a contiguous range; reads only the row groups that hold them."""
-    with pq.ParquetFile(_existing(path)) as file:
+    with _opened(path) as file:
         wanted = range(file.metadata.num_rows) if rows is None else rows
         first = 0
         for group in range(file.num_row_groups):
@@ -88,7 +90,7 @@ def read_rows(path: Path, rows: range | None = None) -> Iterator[Row]:
 
 def read_lengths(path: Path) -> np.ndarray:
     """Tokens of each row, [rows] int64, in row order."""
-    with pq.ParquetFile(_existing(path)) as file:
+    with _opened(path) as file:
         parts = [
             pc.list_value_length(file.read_row_group(g, columns=["input_ids"]).column(0)).to_numpy()
             for g in range(file.num_row_groups)
@@ -100,7 +102,7 @@ def read_counts(path: Path, vocab_size: int) -> tuple[pa.Table, np.ndarray]:
     """What is known of the rows before anything is captured: a table of `sample_id`, `source`, `n_tokens`,
     `n_supervised`, in row order; and how often each token is supervised, [vocab_size] int64."""
     parts, counts = [], np.zeros(vocab_size, np.int64)
-    with pq.ParquetFile(_existing(path)) as file:
+    with _opened(path) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group)
             ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
@@ -112,7 +114,25 @@ def read_counts(path: Path, vocab_size: int) -> tuple[pa.Table, np.ndarray]:
     return pa.concat_tables(parts), counts
 
 
+def file_state(path: Path) -> tuple[int, int, int]:
+    """Inode, bytes and time of change: another one for another file in the same place."""
+    found = _existing(path).stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """ValueError, with the way out, where there is no such file, or it is no file of rows."""
+    try:
+        with pq.ParquetFile(_existing(path)) as file:
+            if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+                raise ValueError(f"{path} has no column {missing[0]}: {ANEW}")
+            yield file
+    except (pa.ArrowException, OSError) as e:
+        raise ValueError(f"{path} is damaged ({e}): {ANEW}") from e
+
+
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise ValueError(f"{path} is not there: run `eagle3 prepare` first")
+        raise ValueError(f"{path} is not there: {ANEW}")
     return path

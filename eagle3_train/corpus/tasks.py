@@ -15,7 +15,7 @@ from eagle3_train.config import TaskConfig
 from eagle3_train.files import find_package_file
 
 from .filters import Filters
-from .messages import Message, Unusable, clean, turns_of
+from .messages import Message, Unusable, clean, turns_of, well_formed
 from .order import order_key
 from .pool import Pool
 from .rows import Row
@@ -92,12 +92,16 @@ def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, list[Message]]]:
     with open(path, "rb") as file:
         try:
             for number, record in enumerate(scan_lines(file, report)):
-                name = str(record.get("question_id", record.get("id", number)))
-                if name in seen:
-                    raise ValueError(f"question_id {name} stands twice; each question needs its own, or none has any")
-                seen.add(name)
+                question = well_formed(str(record.get("question_id", record.get("id", number))))
                 for turn, messages in enumerate(_prompts_of(record, number), start=1):
-                    yield f"{task.name}/{name}" + (f"/{turn}" if turn > 1 else ""), messages
+                    name = question if turn == 1 else f"{question}/{turn}"
+                    if name in seen:
+                        raise ValueError(
+                            f"question_id {name} stands twice; each question needs its own, or none has any (turn 2 of "
+                            "question A is A/2)"
+                        )
+                    seen.add(name)
+                    yield f"{task.name}/{name}", messages
         except ValueError as e:
             raise ValueError(f"eval task {task.name!r}: {path}: {e}") from e
     if report.malformed or report.cut_bytes:
@@ -119,4 +123,4 @@ def _prompts_of(record: dict[str, Any], number: int) -> Iterator[list[Message]]:
     prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt` or `messages`")
-    yield _asked(prompt)
+    yield _asked(well_formed(prompt))

@@ -43,12 +43,15 @@ class Template:
     """A tokenizer and its chat template. `ends`: the token ids that end a turn of the target.
 
     Raises:
-        ValueError: the template cannot be masked exactly, with the reason.
+        ValueError: the template cannot be masked exactly, with the reason, or does not know one of `args`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: list[int], args: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.args = tokenizer, dict(args or {})
-        self.marked = MARKER.search(str(tokenizer.chat_template)) is not None
+        source = str(tokenizer.chat_template)
+        if unknown := [name for name in self.args if not re.search(rf"\b{re.escape(name)}\b", source)]:
+            raise ValueError(f"target.chat_template_args: the chat template nowhere reads {unknown[0]!r}: leave it out")
+        self.marked = MARKER.search(source) is not None
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} | {
             *tokenizer.all_special_tokens
         }
@@ -58,15 +61,7 @@ class Template:
         self._probe()
 
     def cut(self, ids: list[int], mask: list[int], max_length: int) -> Encoded:
-        """A row that was tokenised elsewhere, at most `max_length` tokens of it.
-
-        Raises:
-            ValueError: ids that the target's vocabulary has not: they are another tokenizer's.
-        """
-        if (top := max(ids, default=0)) >= (size := len(self.tokenizer)):
-            raise ValueError(
-                f"a tokenised source holds token {top}, and the target's tokenizer has {size}: it is not its own"
-            )
+        """A row that was tokenised elsewhere, at most `max_length` tokens of it."""
         row = np.array(ids[:max_length], np.int32), np.array(mask[:max_length], np.uint8)
         return Encoded(*row, dropped_tokens=len(ids) - len(row[0]), dropped_turns=0, context_turns=0)
 
@@ -150,11 +145,9 @@ class Template:
         return mask, 0
 
     def _rendered(self, messages: list[Message], prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self.render(messages, prompt)
-        except (TemplateError, TypeError) as e:
+        except Exception as e:  # the template is a program of its own, which may raise anything
             raise Unusable(f"the chat template refuses it: {' '.join(str(e).split())}") from e
 
     def _refuse_special(self, messages: list[Message]) -> None:

@@ -7,28 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from .folder import Folder
-from .reader import Store
 
 NAME = "origin.json"
 
 
 def write_origin(path: str | Path, identity: dict[str, Any]) -> None:
-    """Keep what the rows of the store at `path` depend on, key by key (`Config.data_identity`)."""
-    Folder(path).write(NAME, (json.dumps(identity, indent=1, sort_keys=True) + "\n").encode())
+    """Keep what the rows of the store at `path` depend on, key by key (`Config.data_identity`). Once: it stays."""
+    folder = Folder(path)
+    if NAME not in folder.sizes():
+        folder.write(NAME, (json.dumps(identity, indent=1, sort_keys=True) + "\n").encode())
 
 
-def expect_origin(store: Store, identity: dict[str, Any]) -> None:
-    """ValueError that names each key in which `identity` differs from what the store was captured under.
+def expect_origin(path: str | Path, identity: dict[str, Any]) -> None:
+    """ValueError that names each key in which `identity` differs from what the store at `path` was captured under.
 
     A store that came without the file (captured elsewhere) is checked by its manifest alone.
     """
-    if NAME not in store.folder.sizes():
+    folder = Folder(path)
+    if NAME not in folder.sizes():
         return
-    found = json.loads(store.folder.read(NAME))
+    found = json.loads(folder.read(NAME))
     wanted = json.loads(json.dumps(identity))
     differences = [f"{k}={found.get(k)!r}, now {wanted.get(k)!r}" for k in wanted if found.get(k) != wanted.get(k)]
     if differences:
         raise ValueError(
-            f"store {store.folder.uri} was captured with {'; '.join(differences)}: restore these values, or run eagle3 "
+            f"store {folder.uri} was captured with {'; '.join(differences)}: restore these values, or run eagle3 "
             "prepare and eagle3 capture with the new ones into another folder (paths.store, or study.name)"
         )

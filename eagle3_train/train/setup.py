@@ -34,7 +34,7 @@ def open_store(cfg: Config) -> Store:
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])
-    expect_origin(store, cfg.data_identity)
+    expect_origin(cfg.paths.store, cfg.data_identity)
     _require_data(cfg, store)
     return store
 

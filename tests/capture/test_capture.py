@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -196,6 +198,73 @@ def test_what_cannot_be_done_is_refused_before_the_work(
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(run.require_disk.__globals__["shutil"], "disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="GB free"):
+        capture(cfg)
+
+
+@pytest.mark.parametrize("change", ["corpus.seed=5", "corpus.max_length=64"])
+def test_a_corpus_that_was_prepared_otherwise_is_refused_by_name(
+    change: str, cfg: Config, folder: Path, tiny_target: Path
+) -> None:
+    key, _, value = change.partition("=")
+    with pytest.raises(ValueError, match=rf"was prepared with {key}=\d+, now {value}: .*eagle3 prepare"):
+        capture(study(folder, tiny_target, change))
+    task = "eval.tasks=[{name: new, source: held_out, prompts: 2}]"
+    with pytest.raises(ValueError, match=r"eval\.tasks\.new=None, now .*eagle3 prepare"):
+        capture(study(folder, tiny_target, task))
+    assert not Path(cfg.paths.store).exists()
+
+
+def test_a_corpus_whose_sources_are_elsewhere_is_captured(cfg: Config, folder: Path) -> None:
+    (folder / "chats.json").unlink()
+    cfg.dry_run = True
+    capture(cfg)
+
+
+def test_the_origin_of_a_store_stays_and_another_is_refused(cfg: Config, folder: Path, tiny_target: Path) -> None:
+    capture(cfg)
+    before = files(cfg.paths.store)
+    with pytest.raises(ValueError, match=r"was captured with capture\.compute_dtype='auto', now 'fp32'"):
+        capture(study(folder, tiny_target, "capture.compute_dtype=fp32"))
+    assert files(cfg.paths.store) == before
+
+
+def reversed_rows(table: pa.Table) -> pa.Table:
+    return table.take(list(range(len(table)))[::-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (reversed_rows, "does not hold the rows that were prepared"),
+        (lambda table: pa.concat_tables([table, table]), r"the rows that were prepared \(40 rows"),
+        (lambda table: table.slice(0, 19), r"the rows that were prepared \(19 rows"),
+        (lambda table: table.drop_columns("loss_mask"), "has no column loss_mask"),
+        (None, "is damaged"),
+    ],
+)
+def test_rows_that_are_not_the_prepared_ones_are_refused_before_the_target_is_loaded(
+    change: Callable[[pa.Table], pa.Table] | None, words: str, cfg: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(cfg.paths.corpus) / "train.parquet"
+    if change is None:
+        path.write_bytes(path.read_bytes()[:-30])
+    else:
+        pq.write_table(change(pq.read_table(path)), path)
+    monkeypatch.setattr(run, "open_backend", lambda *_: pytest.fail("opened"))
+    with pytest.raises(ValueError, match=rf"train\.parquet {words}.*eagle3 prepare"):
+        capture(cfg)
+
+
+def test_a_corpus_that_is_replaced_during_the_capture_is_noticed(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, open_backend = Path(cfg.paths.corpus) / "train.parquet", run.open_backend
+
+    def replace_then_open(*args: Any) -> Any:
+        pq.write_table(reversed_rows(pq.read_table(path)), path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+        return open_backend(*args)
+
+    monkeypatch.setattr(run, "open_backend", replace_then_open)
+    with pytest.raises(ValueError, match=r"train\.parquet was replaced while it was captured"):
         capture(cfg)
 
 

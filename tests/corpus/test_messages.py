@@ -96,3 +96,23 @@ def test_the_held_out_side_has_its_share_and_grows_with_it() -> None:
     assert small < large
     assert 150 < len(small) < 250
     assert 700 < len(large) < 900
+
+
+@pytest.mark.parametrize(
+    "ids", [["a", "b"], [1.7, 2], [float("nan"), 2], [-1, 2], [[1], [2]], 5, None, [], [True, 2], {"a": 1, "b": 2}]
+)
+def test_what_is_no_row_of_token_ids_is_left_out_for_that_reason(ids: Any) -> None:
+    with pytest.raises(Unusable, match="input_ids that are no list of token ids"):
+        conversation_of({"input_ids": ids, "loss_mask": [0, 1]}, "s")
+
+
+@pytest.mark.parametrize("rest", [{"labels": 5}, {"loss_mask": [0, [1]]}, {"loss_mask": 3}, {"loss_mask": [0, 2]}, {}])
+def test_what_is_no_mask_is_left_out_for_that_reason(rest: dict[str, Any]) -> None:
+    with pytest.raises(Unusable, match="without a loss_mask"):
+        conversation_of({"input_ids": [1, 2], **rest}, "s")
+
+
+def test_names_that_no_file_takes_are_made_whole() -> None:
+    record = {"id": "a\ud800", "split_group": "b\udfff", "prompt": "q", "response": "a"}
+    found = conversation_of(record, "s")
+    assert (found.sample_id, found.group) == ("s/a\ufffd", "s/b\ufffd")

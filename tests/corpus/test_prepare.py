@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -172,7 +173,9 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tin
         ("corpus.sequences=1000", "only 1.. usable training sequences of the 1000"),
         ("corpus.validation_sequences=1000", "corpus.validation_sequences"),
         ("corpus.path=package:nothing_here/x.json", "pip install"),
-        ("capture.layer_ids=[99]", r"capture.layer_ids=\[99\]: the target has 8 layers"),
+        ("corpus.path=package:nothing_here.b.c/x.json", "pip install"),
+        ("corpus.path=package:", "write package:NAME/FILE"),
+        ("capture.layer_ids=[99]", r"capture.layer_ids: \[99\] must be .* the target has 8 layers"),
     ],
 )
 def test_mistakes_are_named(override: str, words: str, folder: Path, tiny_target: Path) -> None:
@@ -185,6 +188,66 @@ def test_questions_that_share_an_id_are_refused(folder: Path, tiny_target: Path)
         f.write(json.dumps({"question_id": 7, "turns": ["another"]}) + "\n")
     with pytest.raises(ValueError, match=r"eval task 'own': .*prompts\.jsonl: question_id 7 stands twice"):
         prepare(study(folder, tiny_target))
+
+
+def test_a_later_turn_and_a_question_of_the_same_name_are_refused(folder: Path, tiny_target: Path) -> None:
+    said = [("user", "first"), ("assistant", "own"), ("user", "second"), ("assistant", "cut")]
+    lines = [
+        {"id": "a", "messages": [{"role": role, "content": text} for role, text in said]},
+        {"id": "a/2", "prompt": "another"},
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"question_id a/2 stands twice"):
+        prepare(study(folder, tiny_target))
+
+
+def test_prompts_of_odd_unicode_are_taken(folder: Path, tiny_target: Path) -> None:
+    lines = [{"id": f"q\ud800{n}", "prompt": f"why \ud800 {n}?"} for n in range(2)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    assert set(ids(cfg, "tasks/own")) == {"own/q\ufffd0", "own/q\ufffd1"}
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", "5", "{"])
+def test_a_report_that_is_none_is_named(content: str, folder: Path, tiny_target: Path) -> None:
+    cfg = study(folder, tiny_target)
+    path = Path(cfg.paths.corpus) / "report.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"{path} .*delete the corpus's report.json"):
+        prepare(cfg)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"num_hidden_layers": "8"}', '{"text_config": 5}'])
+def test_a_damaged_configuration_of_the_target_is_named(
+    content: str, folder: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    (target / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json.*fetch the target model again"):
+        prepare(study(folder, target))
+
+
+DAMAGED = [("tokenizer.json", text) for text in ("{}", "[]", "null")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [*DAMAGED, ("tokenizer_config.json", "[]"), ("tokenizer_config.json", "")]
+)
+def test_a_damaged_tokenizer_is_named(name: str, content: str, folder: Path, tiny_target: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    (target / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{target}.* again"):
+        prepare(study(folder, target))
+
+
+def test_the_default_layers_are_checked_too(folder: Path, tiny_target: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    settings = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 5}
+    (target / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"the default layers .*\[2, 2, 2\].*set capture\.layer_ids"):
+        prepare(study(folder, target))
 
 
 def test_every_user_turn_of_a_conversation_is_a_prompt(tmp_path: Path) -> None:
@@ -216,16 +279,26 @@ def test_an_interrupted_preparation_is_not_taken_for_a_whole_one(
             package_function(changed)
     corpus = Path(cfg.paths.corpus)
     assert not list(corpus.rglob("*.tmp"))
-    # What a killed writer left; the first process cannot be, the second lives.
-    left = [corpus / f".train.parquet.{socket.gethostname()}.{pid}.tmp" for pid in (2**22 + 1, 1)]
+    assert prepare(cfg)["identity"]["corpus.seed"] == 0
+    assert "is ready" in capsys.readouterr().out  # the one that ended early has changed nothing
+    (corpus / "report.json").unlink()  # killed while the new files took the place of the old
+    # What killed ones left; the first process cannot be, the second lives.
+    left = [corpus / f".unfinished.{socket.gethostname()}.{pid}.tmp" for pid in (2**22 + 1, 1)]
     for path in left:
-        path.write_bytes(b"half")
-    capsys.readouterr()
-    report = prepare(cfg)  # train.parquet is of the other seed by now
-    assert ids(cfg, "train") == sorted(ids(cfg, "train"), key=lambda i: order_key(0, i))
-    assert report["identity"]["corpus.seed"] == 0
+        path.mkdir()
+    prepare(cfg)
     assert "was left unfinished; an interrupted preparation reads its sources anew" in capsys.readouterr().out
     assert [path.exists() for path in left] == [False, True]
+
+
+def test_a_mistaken_preparation_leaves_the_corpus_that_is_there(folder: Path, tiny_target: Path) -> None:
+    cfg = study(folder, tiny_target)
+    prepare(cfg)
+    corpus = Path(cfg.paths.corpus)
+    before = {p: p.read_bytes() for p in corpus.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=r"corpus\.validation_sequences"):
+        prepare(study(folder, tiny_target, "corpus.validation_sequences=900"))
+    assert {p: p.read_bytes() for p in corpus.rglob("*") if p.is_file()} == before
 
 
 def test_held_out_text_and_prompts_are_kept_out_of_training(folder: Path, tiny_target: Path) -> None:

@@ -226,8 +226,23 @@ def test_rows_of_another_tokenizer_are_refused(tmp_path: Path, tiny_target: Path
     rows = [{"input_ids": [65, 100_000 + i, 3], "loss_mask": [0, 1, 1]} for i in range(100)]
     (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     sources = f"[{{name: t, format: jsonl, path: {tmp_path}/tokens.jsonl}}]"
-    with pytest.raises(ValueError, match="it is not its own"):
+    with pytest.raises(ValueError, match=r"source 't': record t/\w+ holds token 1000\d\d, and the target has"):
         prepare(study(tmp_path, tiny_target, sources))
+
+
+def test_too_few_rows_are_explained_by_what_was_read(tmp_path: Path, tiny_target: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    sources = f"[{{name: s, format: jsonl, path: {file}}}]"
+    for content, words in (
+        (b"", r"s: 0 records read \(no JSON objects: is `format` right\?\)"),
+        (b"[1]\n[2]\n", r"s: 0 records read \(2 malformed, no JSON objects"),
+        (LINES.splitlines(keepends=True)[0] * 5, r"s: 5 records read \(4 exact duplicate\)"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            prepare(study(tmp_path, tiny_target, sources))
+    with pytest.raises(ValueError, match=rf"path={tmp_path}: a folder; .*format=dataset"):
+        fingerprint(SourceConfig(name="s", path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -238,6 +253,10 @@ def test_rows_of_another_tokenizer_are_refused(tmp_path: Path, tiny_target: Path
         ("corpus.sources=[{name: a, path: x, weight: 0}]", "weight=0"),
         ("corpus.sources=[{name: a, path: x, format: csv}]", "format='csv'"),
         ("corpus.sources=[{name: a, path: x}, {name: a, path: y}]", "name twice"),
+        ("corpus.sources=[{name: a, path: x, limit: 0}]", "limit=0 must be at least 1"),
+        ("corpus.sources=[{name: a, path: x, limit: -3}]", "limit=-3 must be at least 1"),
+        ("corpus.sources=[{name: a/../b, path: x}]", "corpus.sources: the name 'a/../b' must be"),
+        ("corpus.name=''", "corpus.name: the name '' must be"),
         ("corpus.near_duplicates=1.5", "corpus.near_duplicates"),
         ("corpus.contamination_words=0", "corpus.contamination_words"),
     ],

@@ -165,3 +165,22 @@ def test_the_real_template(real_target: Path) -> None:
     template = Template(tokenizer, stop_ids(real_target, tokenizer))
     encoded = template.encode(CHAT, 10_000)
     assert masked(template, encoded) == [m["content"] + "<|im_end|>" for m in CHAT if m["role"] == "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% macro again(n) %}{{ again(n) }}{% endmacro %}{{ again(1) }}", "recursion"),
+        ("{{ 1 // 0 }}", "zero"),
+    ],
+)
+def test_a_template_that_fails_says_so_with_the_way_out(
+    template: str, reason: str, make_tokenizer: MakeTokenizer
+) -> None:
+    with pytest.raises(ValueError, match=rf"the chat template cannot render .*{reason}.*target\.chat_template=FILE"):
+        Template(make_tokenizer(template), [1])
+
+
+def test_an_argument_that_the_template_does_not_read_is_named(make_tokenizer: MakeTokenizer) -> None:
+    with pytest.raises(ValueError, match=r"chat_template_args: the chat template nowhere reads 'enable_thinkin'"):
+        Template(make_tokenizer("{% if enable_thinking %}{% endif %}"), [1], {"enable_thinkin": False})

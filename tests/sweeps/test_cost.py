@@ -140,7 +140,7 @@ def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> N
     assert "at most 576 MiB of hidden states" in text
     assert "supervised" not in text  # not known yet
     assert text.count("at most") == 5  # tokens, both sizes, both FLOPs
-    with pytest.raises(ValueError, match="the target has 30 layers, so the highest id is 29"):
+    with pytest.raises(ValueError, match="between 0 and 29, since the target has 30 layers"):
         plan([*overrides, "capture.layer_ids=[2,99]"])
     part = {"sequences": 256, "tokens": 97529, "supervised_tokens": 72876}
     write_json(Path(study.cfg.paths.corpus) / "report.json", {"parts": {"train": part}})
