@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train.config import TargetConfig
 from eagle3_train.console import say
 from eagle3_train.files import (
+    file_digest,
     file_fingerprint,
     find_package_file,
     read_json,
+    read_object,
     sweep_temporaries,
     temporary_path,
     write_json,
@@ -241,6 +243,12 @@ def _template_file(chat_template: str) -> Path:
     return path
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The target's config.json. ValueError where it is damaged."""
+    remedy = "fetch the target model again; if eagle3 converted it from a GGUF file, delete that folder"
+    return read_object(Path(folder) / "config.json", remedy)
+
+
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids that end the target's turn, ascending: its generation configuration's and the tokenizer's own.
 
@@ -265,10 +273,10 @@ def weight_hash(folder: str | Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     digests = [d for file in files for d in _tensor_digests(file)]
     if not files:
-        digests = [f"{file.name} {_file_digest(file)}" for file in sorted(folder.glob("*.bin"))]
+        digests = [f"{file.name} {file_digest(file)}" for file in sorted(folder.glob("*.bin"))]
     if not digests:
         raise ValueError(f"{folder} holds no weights (*.safetensors or *.bin)")
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     for volatile in ("transformers_version", "_name_or_path"):
         config.pop(volatile, None)
     return _digest("\n".join([json.dumps(config, sort_keys=True), *sorted(digests)]))
@@ -291,14 +299,9 @@ def _tensor_digests(file: Path) -> list[str]:
             return list(pool.map(digest, header))
 
 
-def _file_digest(file: Path) -> str:
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def tokenizer_hash(folder: str | Path) -> str:
     """Hex digest of what maps text to token ids: vocabulary, merges, special tokens. The chat template has its own."""
-    parts = [f"{name} {_file_digest(file)}" for name in TOKENIZER_FILES if (file := Path(folder) / name).is_file()]
+    parts = [f"{name} {file_digest(file)}" for name in TOKENIZER_FILES if (file := Path(folder) / name).is_file()]
     if not parts:
         raise ValueError(f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
     config = _tokenizer_config(folder)

@@ -16,9 +16,9 @@ import torch
 from eagle3_train.config import CaptureConfig, Config, TaskConfig
 from eagle3_train.corpus import read_lengths, read_report
 from eagle3_train.device import DTYPES, resolve_dtype
-from eagle3_train.files import code_version, read_json
+from eagle3_train.files import code_version
 from eagle3_train.store import Store, StoreSpec, inside, missing_shards, shard_rows
-from eagle3_train.target import chat_template_hash, tokenizer_hash, weight_hash
+from eagle3_train.target import chat_template_hash, read_config, tokenizer_hash, weight_hash
 
 # A shard that an earlier version of the code wrote is still a shard of this capture.
 MAY_DIFFER = ("generator",)
@@ -85,7 +85,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     """
     corpus = Path(cfg.paths.corpus)
     report = read_report(corpus)
-    model = text_config(read_json(target / "config.json"))
+    model = text_config(read_config(target))
     n_layers = model["num_hidden_layers"]
     common: dict[str, Any] = {
         "target": cfg.target.name,

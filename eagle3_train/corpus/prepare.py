@@ -10,7 +10,14 @@ from typing import Any
 from eagle3_train.config import Config, CorpusConfig, SourceConfig, check_layer_ids, digest
 from eagle3_train.console import progress_bar, say
 from eagle3_train.files import content_fingerprint, read_json, write_json
-from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
+from eagle3_train.target import (
+    chat_template_hash,
+    load_tokenizer,
+    prepare_target,
+    read_config,
+    stop_ids,
+    tokenizer_hash,
+)
 
 from .filters import Filters
 from .messages import Conversation, Unusable
@@ -36,7 +43,7 @@ def prepare(cfg: Config) -> dict[str, Any]:
     """
     folder = Path(cfg.paths.corpus)
     target = prepare_target(cfg.target, cfg.paths.target)
-    model = read_json(target / "config.json")
+    model = read_config(target)
     check_layer_ids(cfg.capture.layer_ids, model.get("text_config", model)["num_hidden_layers"])
     identity = _identity(cfg, target)
     if (folder / REPORT).is_file():
