@@ -84,6 +84,7 @@ class OneWeight:
 
     def __init__(self, value: float) -> None:
         self.value = torch.tensor([value])
+        self.shapes = {"w": self.value.shape}
 
     def weights(self) -> dict[str, Any]:
         return {"w": self.value}
@@ -97,7 +98,7 @@ class OneWeight:
 
 def save(saver: Saver, step: int, tau: float | None = None) -> OneWeight:
     engine = OneWeight(float(step))
-    saver.save(engine, {"step": step, "tau": tau})  # type: ignore[arg-type]
+    saver.save(engine, {"step": step, "plan": {}, "totals": {}, "tau": tau})  # type: ignore[arg-type]
     engine.value += 1000  # what the next step makes of it is none of the checkpoint's business
     return engine
 
