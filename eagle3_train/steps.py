@@ -126,8 +126,6 @@ def train(call: Call) -> int:
 
 def evaluate(call: Call) -> int:
     cfg = call.config()
-    if not (cfg.point_dir / "train.json").is_file():
-        raise ValueError(f"{cfg.point_dir} holds no trained head: run `eagle3 train` with the same overrides first")
     from eagle3_train.device import resolve_device
     from eagle3_train.train import load_head
 
@@ -230,15 +228,16 @@ def _export(cfg: Config) -> Path:
     """The folder of the exported head."""
     from eagle3_train.device import DTYPES
     from eagle3_train.export import check_export, export_head, format_of
-    from eagle3_train.files import read_json
+    from eagle3_train.files import read_object
     from eagle3_train.train import head_source
 
     source = head_source(cfg)
     format = format_of(source.head, cfg.export.format)
     folder = Path(cfg.export.path) if cfg.export.path else cfg.point_dir / "export" / format
     dtype = source.target_dtype if cfg.export.dtype == "auto" else DTYPES[cfg.export.dtype]
-    results = [p for name in ("result.json", "train.json") if (p := cfg.point_dir / name).is_file()]
-    export_head(source, folder, format, dtype, read_json(results[0]) if results else None)
+    measured = cfg.point_dir / "result.json"
+    result = read_object(measured if measured.is_file() else cfg.point_dir / "train.json")
+    export_head(source, folder, format, dtype, result)
     say(f"{folder}: {cfg.point_name} as {format}, {str(dtype).removeprefix('torch.')}")
     if cfg.export.check:
         check_export(source, folder, dtype)

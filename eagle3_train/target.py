@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train.config import TargetConfig
 from eagle3_train.console import say
 from eagle3_train.files import (
+    file_digest,
     file_fingerprint,
     find_package_file,
     read_json,
@@ -293,7 +294,7 @@ def weight_hash(folder: str | Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     digests = [d for file in files for d in _tensor_digests(file)]
     if not files:
-        digests = [f"{file.name} {_file_digest(file)}" for file in sorted(folder.glob("*.bin"))]
+        digests = [f"{file.name} {file_digest(file)}" for file in sorted(folder.glob("*.bin"))]
     if not digests:
         raise ValueError(f"{folder} holds no weights (*.safetensors or *.bin)")
     config = read_config(folder)
@@ -319,14 +320,9 @@ def _tensor_digests(file: Path) -> list[str]:
             return list(pool.map(digest, header))
 
 
-def _file_digest(file: Path) -> str:
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def tokenizer_hash(folder: str | Path) -> str:
     """Hex digest of what maps text to token ids: vocabulary, merges, special tokens. The chat template has its own."""
-    parts = [f"{name} {_file_digest(file)}" for name in TOKENIZER_FILES if (file := Path(folder) / name).is_file()]
+    parts = [f"{name} {file_digest(file)}" for name in TOKENIZER_FILES if (file := Path(folder) / name).is_file()]
     if not parts:
         raise ValueError(f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
     config = _tokenizer_config(folder)

@@ -172,7 +172,8 @@ def is_of_another_store(cfg: Config, folder: Path) -> bool:
     now = _fingerprint(cfg)
     states = [folder / "train.json", folder / "result.json", *sorted(folder.glob("checkpoints/step-*/state.json"))]
     found = [_read(path) for path in states]
-    trained = {state.get("store_fingerprint") or state.get("plan", {}).get("fingerprint") for state in found}
+    plans = [plan if isinstance(plan := state.get("plan"), dict) else {} for state in found]
+    trained = {s.get("store_fingerprint") or plan.get("fingerprint") for s, plan in zip(found, plans, strict=True)}
     return now is not None and bool(trained - {None, now})
 
 

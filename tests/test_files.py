@@ -10,7 +10,15 @@ import pytest
 
 from eagle3_train.capture.run import _summary
 from eagle3_train.console import size
-from eagle3_train.files import append_line, content_fingerprint, read_json, sweep_temporaries, temporary_path
+from eagle3_train.files import (
+    append_line,
+    content_fingerprint,
+    new_folder,
+    read_json,
+    sweep_temporaries,
+    temporary_path,
+)
+from eagle3_train.target import read_config
 
 
 def test_a_line_behind_a_cut_one_is_a_line_of_its_own(tmp_path: Path) -> None:
@@ -71,3 +79,28 @@ def test_damaged_json_is_named(tmp_path: Path) -> None:
 )
 def test_sizes_read_right(n_bytes: int, text: str) -> None:
     assert size(n_bytes) == text
+
+
+def test_the_remedy_is_the_callers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json does not hold what it should: fetch the target model again"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON .*: fetch the target model again"):
+        read_config(tmp_path)
+
+
+def test_a_writer_killed_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "head"
+    left = f".head.{socket.gethostname()}.{2**22 + 1}"
+    for kind in ("old", "tmp"):
+        (tmp_path / f"{left}.{kind}").mkdir()
+        (tmp_path / f"{left}.{kind}" / "kind").write_text(kind)
+    with pytest.raises(OSError, match="full"), new_folder(path):
+        raise OSError("full")
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+    assert (path / "kind").read_text() == "old"
+    with new_folder(path) as aside:
+        (aside / "kind").write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+    assert (path / "kind").read_text() == "new"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"config", "files", "console", "exits", "device", "target"}
+BASE = {"config", "files", "console", "exits", "device", "target", "tensors"}
 ROOMS: dict[str, set[str]] = {
     "corpus": set(),
     "store": set(),

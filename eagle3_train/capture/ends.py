@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle3_train.config import TargetConfig
-from eagle3_train.files import read_json
 from eagle3_train.store import write_target_part
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.target import CONFIG
-from eagle3_train.target import load_target, tokenizer_files
+from eagle3_train.target import load_target, read_config, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +80,7 @@ def write_target(store: str, folder: Path, dtype: torch.dtype, cfg: TargetConfig
         "lm_head": head.weight,
         **{f"last_layer.{name}": tensor for name, tensor in decoder.layers[-1].state_dict().items()},
     }
-    write_target_part(store, tensors, read_json(folder / "config.json"), tokenizer_files(folder, cfg.chat_template))
+    write_target_part(store, tensors, read_config(folder), tokenizer_files(folder, cfg.chat_template))
 
 
 def has_target(store: str) -> bool:

@@ -59,17 +59,20 @@ def rope_inverse_frequencies(config: dict[str, Any], head_dim: int) -> Tensor:
     """[d/2] fp64, of the target's own rotary embedding; scaled kinds come from transformers."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
         return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    full = AutoConfig.for_model(**config)
-    inverse, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](full, torch.device("cpu"))
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(f"rope_type {kind!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    try:
+        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**config), torch.device("cpu"))
+    except KeyError as e:  # of the kind's own parameters
+        raise ValueError(f"rope_type {kind!r} needs the key {e} in rope_parameters") from e
     if scaling != 1.0:
-        raise ValueError(
-            f"rope_type {parameters['rope_type']!r} scales attention by {scaling}: not supported by draft heads"
-        )
+        raise ValueError(f"rope_type {kind!r} scales attention by {scaling}: not supported by draft heads")
     return inverse
 
 

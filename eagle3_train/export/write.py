@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from eagle3_train.drafts import Eagle3
 from eagle3_train.export.card import model_card
 from eagle3_train.export.layout import HeadSource, configuration, format_of, tensors
 from eagle3_train.files import new_folder, write_json, write_text
+from eagle3_train.tensors import save_tensors
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
@@ -39,7 +39,7 @@ def export_head(
         raise ValueError(f"export.path={folder} is there and is no exported head: give another path, or remove it")
     config = configuration(source, format, dtype)
     with new_folder(folder) as aside:
-        save_file(tensors(source, format, dtype), aside / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors(source, format, dtype), aside / WEIGHTS, {"format": "pt"})
         write_json(aside / CONFIG, config)
         write_text(aside / CARD, model_card(source, format, dtype, result or {}))
     return folder

@@ -162,10 +162,16 @@ class BatchPlan:
                 f"the checkpoint was trained on another sequence of batches ({'; '.join(differences)}): restore that "
                 "configuration and store, or start anew in an empty run folder"
             )
-        step = int(state["step"])
+        step = state.get("step")
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"the checkpoint is at step {step!r}: it is damaged; delete its folder")
         if step > self.steps:
             raise ValueError(f"the checkpoint is at step {step}, beyond the {self.steps} steps of this run")
-        assert state["tokens"] == self.tokens_before(step)
+        if state.get("tokens") != self.tokens_before(step):
+            raise ValueError(
+                f"the checkpoint of step {step} has seen {state.get('tokens')} tokens where its plan has "
+                f"{self.tokens_before(step)}: it is damaged; delete its folder"
+            )
         return step
 
     @property

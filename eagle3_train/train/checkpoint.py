@@ -4,7 +4,7 @@ step-00000200/head.safetensors   full fp32 weights, by name: all that evaluation
 step-00000200/optimizer/         optimizer state by parameter name, in torch.distributed.checkpoint's format: every
                                  rank writes its own shards, and any engine and world size reads them
 step-00000200/rng.pt             states of the random generators, of every rank
-step-00000200/state.json         step, data position, totals, replay tau where it was measured
+step-00000200/state.json         step, data position, totals, replay tau where it was measured, checksum of the weights
 best                             a link to the checkpoint of the highest replay tau, where there is one
 """
 
@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.utils._pytree import tree_map_only
 
-from eagle3_train.files import read_json, write_json
+from eagle3_train.files import file_digest, read_object, write_json
+from eagle3_train.tensors import is_finite, save_tensors
 from eagle3_train.train.distributed import World
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 _NAME = re.compile(r"step-(\d{8})")
+WEIGHTS = "head.safetensors"
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,29 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         with self._named():
-            return read_json(self.path / "state.json")
+            state = read_object(self.path / "state.json")
+            parts = (state.get("plan"), state.get("totals"))
+            if state.get("step") != self.step or not all(isinstance(part, dict) for part in parts):
+                raise ValueError(f"state.json is none of step {self.step}")
+            return state
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, shapes: Mapping[str, torch.Size] | None = None) -> dict[str, Tensor]:
+        """fp32, on the host. `shapes`: of the head that they are for, by name. ValueError where they are not as they
+        were written, or another head's."""
+        written = self.state.get("sha256")
         with self._named():
-            return load_file(self.path / "head.safetensors")
+            file = self.path / WEIGHTS
+            if written is not None and file_digest(file) != written:
+                raise ValueError(f"{WEIGHTS} has another checksum than it was written with")
+            weights = load_file(file)
+            # Checkpoints of before there were checksums.
+            if written is None and not all(t.dtype == torch.float32 and is_finite(t) for t in weights.values()):
+                raise ValueError(f"{WEIGHTS} holds values that are no finite fp32 numbers")
+            found = {name: t.shape for name, t in weights.items()}
+            if shapes is not None and found != shapes:
+                wrong = sorted(n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n))
+                raise ValueError(f"{WEIGHTS} is of another head: {', '.join(wrong)}")
+            return weights
 
     def load_into(self, engine: Engine) -> bool:
         """Weights, optimizer state and random generators; False: these are of another number of ranks, and not set. A
@@ -70,7 +90,7 @@ class Checkpoint:
         with self._named():
             dcp.load(state, checkpoint_id=self.path / "optimizer")
             generators = torch.load(self.path / "rng.pt", weights_only=True)
-        engine.load(self.weights(), state)
+        engine.load(self.weights(engine.shapes), state)
         if len(generators) != engine.world.size:
             return False
         set_random_state(generators[engine.world.rank])
@@ -84,8 +104,8 @@ class Checkpoint:
         except (Exception, CheckpointException) as e:  # the latter is none of the former
             reason = str(e).strip().splitlines()[-1] if str(e).strip() else ""
             raise ValueError(
-                f"checkpoint {self.path} is damaged ({type(e).__name__}: {reason}): delete that folder, and train.json "
-                "beside checkpoints/ if it is there; training continues from the checkpoint before it"
+                f"checkpoint {self.path} is damaged ({type(e).__name__}: {reason}): delete that folder and run "
+                "`eagle3 train` with the same overrides: it continues from the checkpoint before, or begins anew"
             ) from e
 
 
@@ -188,9 +208,9 @@ class Saver:
     ) -> None:
         temporary, final = self._temporary(state["step"]), self.folder / f"step-{state['step']:08d}"
         if self.world.is_main:
-            save_file(weights, temporary / "head.safetensors")
+            save_tensors(weights, temporary / WEIGHTS)
             torch.save(generators, temporary / "rng.pt")
-            write_json(temporary / "state.json", state)
+            write_json(temporary / "state.json", state | {"sha256": file_digest(temporary / WEIGHTS)})
         # Ends on rank 0 when the files of all ranks are on disk: it then writes what describes them.
         dcp.save(optimizer, checkpoint_id=temporary / "optimizer", process_group=self._group)
         if self.world.is_main:

@@ -67,11 +67,12 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
 
 
 def _is_done(cfg: Config) -> bool:
-    """With its weights: a head whose checkpoints were removed is trained anew."""
-    path = cfg.point_dir / "train.json"
-    if not path.exists() or checkpoint.newest(cfg.point_dir / "checkpoints") is None:
+    """With its weights: what checkpoints that were removed held is trained anew."""
+    path, last = cfg.point_dir / "train.json", checkpoint.newest(cfg.point_dir / "checkpoints")
+    if not path.exists() or last is None:
         return False
-    return read_object(path).get("train_identity") == digest(cfg.point_identity)
+    found = read_object(path)
+    return (found.get("train_identity"), found.get("steps")) == (digest(cfg.point_identity), last.step)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:

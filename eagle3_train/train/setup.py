@@ -12,6 +12,7 @@ from eagle3_train import drafts
 from eagle3_train.config import Config, digest
 from eagle3_train.drafts import Draft, DraftVocab, Eagle1, Eagle3, Medusa
 from eagle3_train.export import HeadSource, format_of, read_published, start_from
+from eagle3_train.files import read_object
 from eagle3_train.store import (
     RollingStore,
     Store,
@@ -60,11 +61,24 @@ def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     torch.manual_seed(cfg.seed)
     if cfg.draft.init_from is not None:
         published = read_published(cfg.draft.init_from)
-        return start_from(published, cfg.draft, part, counts, store.spec.layer_ids[:-1]).to(device)
-    if cfg.draft.kind == "hf":
-        expect_tokenizer(cfg)
-    vocab = DraftVocab.from_counts(counts, cfg.draft.vocab_size)
-    return drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1).to(device)
+        head = start_from(published, cfg.draft, part, counts, store.spec.layer_ids[:-1])
+    else:
+        if cfg.draft.kind == "hf":
+            expect_tokenizer(cfg)
+        vocab = DraftVocab.from_counts(counts, cfg.draft.vocab_size)
+        head = drafts.build(cfg.draft, part, vocab, n_inputs=len(store.spec.layer_ids) - 1)
+    _expect_trees(cfg, head)
+    return head.to(device)
+
+
+def _expect_trees(cfg: Config, head: Draft) -> None:
+    """ValueError where a static tree to evaluate with takes tokens that the draft vocabulary has not."""
+    highest = max((rank for tree in cfg.eval.trees for node in tree.choices for rank in node), default=-1)
+    if highest >= len(head.vocab.ids):
+        raise ValueError(
+            f"eval.trees: a static tree takes the token of rank {highest}, the draft vocabulary has "
+            f"{len(head.vocab.ids)} (ranks from 0): lower the rank, or raise draft.vocab_size"
+        )
 
 
 def expect_tokenizer(cfg: Config) -> None:
@@ -103,16 +117,21 @@ def copy_sharing_buffers(head: Draft) -> Draft:
 
 
 def load_head(cfg: Config, device: torch.device, store: Store | None = None) -> Draft:
-    """The head of a point, trained: from its newest checkpoint. ValueError where there is none. `store`: of
-    `open_store`, where the caller has it."""
+    """The head of a point, trained to its end: from its last checkpoint. `store`: of `open_store`, where the caller has
+    it. ValueError where training has not ended, or its last checkpoint is gone or damaged."""
+    trained = cfg.point_dir / "train.json"
+    if not trained.is_file():
+        raise ValueError(f"{cfg.point_dir} holds no trained head: run `eagle3 train` with the same overrides first")
     head = build_head(cfg, store or open_store(cfg), device)
     if trains(cfg, head):
-        found = checkpoint.newest(cfg.point_dir / "checkpoints")
-        if found is None:
+        found, steps = checkpoint.newest(cfg.point_dir / "checkpoints"), read_object(trained).get("steps")
+        if found is None or found.step != steps:
             raise ValueError(
-                f"{cfg.point_dir} holds no checkpoint: train this point first (eagle3 train, same options)"
+                f"{cfg.point_dir} was trained for {steps} steps, and "
+                + (f"its newest checkpoint is of step {found.step}" if found else "holds no checkpoint")
+                + ": run `eagle3 train` with the same overrides, which trains what is missing"
             )
-        head.load_state_dict(found.weights(), strict=True)
+        head.load_state_dict(found.weights({name: t.shape for name, t in head.state_dict().items()}))
     return head.eval()
 
 

@@ -86,6 +86,11 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors]
     return lambda tensors: tensors | {name: change(tensors[name]).contiguous()}
 
 
+def maps(change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    """d2t changed, and no t2d that says otherwise."""
+    return lambda tensors: {k: v for k, v in changed("d2t", change)(tensors).items() if k != "t2d"}
+
+
 def added(name: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: tensors | {name: torch.ones(6)}
 
@@ -97,8 +102,28 @@ def added(name: str) -> Callable[[Tensors], Tensors]:
         (added("midlayer.self_attn.q_norm.weight"), {}, r"q_norm\.weight is unknown"),
         (changed("norm.weight", lambda t: t[:-1]), {}, r"norm\.weight is \[23\] where \[24\]"),
         (without("d2t"), {}, r"lm_head has 13 rows, the target's vocabulary 29, and no d2t"),
-        (changed("d2t", lambda t: t + 20), {}, r"d2t leads to target ids .* the target has 29"),
-        (changed("d2t", lambda t: t[:-1]), {}, "d2t maps 12 tokens, lm_head has 13"),
+        (maps(lambda t: t + 20), {}, r"d2t leads to target ids .* the target has 29"),
+        (maps(lambda t: t[:-1]), {}, "d2t maps 12 tokens, lm_head has 13"),
+        (changed("d2t", lambda t: t.flip(0)), {}, "d2t and t2d say different draft vocabularies"),
+        (changed("d2t", lambda t: t + 0.4), {}, r"d2t is torch\.float32 .* integers"),
+        (changed("d2t", lambda t: t.bfloat16()), {}, r"d2t is torch\.bfloat16"),
+        (changed("norm.weight", lambda t: t / 0), {}, r"norm\.weight holds values that are no finite"),
+        (changed("fc.weight", lambda t: t.to(torch.int8)), {}, r"fc\.weight is torch\.int8: quantised"),
+        (changed("fc.weight", lambda t: t[0]), {}, r"fc\.weight is \[72\], where a matrix"),
+        (changed("lm_head.weight", lambda t: t[0, 0]), {}, r"lm_head\.weight is \[\], where a matrix"),
+        (added("layers.0.mlp.up_proj.weight"), {}, r"mlp\.up_proj\.weight is there twice"),
+        (added("model.fc.weight"), {}, r"fc\.weight is there twice"),
+        (None, {"norm_before_residual": "false"}, "norm_before_residual='false' where true or false"),
+        (None, {"target_hidden_size": 0}, "target_hidden_size=0 where a number of at least 1"),
+        (None, {"num_attention_heads": "4"}, "num_attention_heads='4' where"),
+        (None, {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta=-1.0 where a positive number"),
+        (None, {"rope_scaling": "yarn"}, "rope_scaling='yarn', which is no object"),
+        (None, {"rope_parameters": {"rope_type": "new"}}, "rope_type 'new' is not one of"),
+        (None, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' .*factor"),
+        (None, {"eagle_aux_hidden_state_layer_ids": 3}, "layer_ids=3 must be different layers"),
+        (None, {"eagle_aux_hidden_state_layer_ids": [2, 3, 3]}, r"layer_ids=\[2, 3, 3\] must be"),
+        (None, {"eagle_aux_hidden_state_layer_ids": ["1", "3", "4"]}, "must be different layers"),
+        (None, {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": [1]}, "eagle_config=.1., which is no object"),
         (changed("embed_tokens.weight", lambda t: t[:20]), {}, r"embed_tokens is \[20, 24\], the target has 29 tokens"),
         (changed("fc.weight", lambda t: t[:, :-1]), {}, r"fc\.weight is \[24, 71\]"),
         (changed("fc.weight", lambda t: t[:, :48]), {}, "3 layer ids, but fc.weight takes 2 states"),
@@ -135,6 +160,33 @@ def test_a_folder_that_is_no_head_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 24}')
     with pytest.raises(ValueError, match="holds no weights"):
         read_published(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"\xff" * 64])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_damaged_weights_are_named(eagle: Path, name: str, content: bytes) -> None:
+    (eagle / "model.safetensors").unlink()
+    (eagle / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is damaged, or no file of weights"):
+        read_published(eagle)
+
+
+def test_files_and_parts_of_another_kind_are_named(eagle: Path) -> None:
+    (eagle / "model.safetensors").unlink()
+    (eagle / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match="holds no weights"):
+        read_published(eagle)
+    torch.save([torch.ones(1)], eagle / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="something else than tensors by name"):
+        read_published(eagle)
+    for layer in ('"text"', "null"):
+        (eagle / "config.json").write_text(f'{{"transformer_layer_config": {layer}}}')
+        with pytest.raises(ValueError, match=r"transformer_layer_config=.* no object"):
+            read_published(eagle)
+    for content in ("[]", "null", "{"):
+        (eagle / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"config\.json .*: fetch the head again"):
+            read_published(eagle)
 
 
 def test_coverage_is_that_of_the_store(eagle: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eagle3_train.exits import REQUEUE, Unfinished
-from eagle3_train.train import checkpoint, train
+from eagle3_train.train import checkpoint, load_head, train
 from eagle3_train.train.checkpoint import Saver
 from eagle3_train.train.distributed import World
 from tests.train.conftest import NewOutputs
@@ -84,6 +86,7 @@ class OneWeight:
 
     def __init__(self, value: float) -> None:
         self.value = torch.tensor([value])
+        self.shapes = {"w": self.value.shape}
 
     def weights(self) -> dict[str, Any]:
         return {"w": self.value}
@@ -97,7 +100,7 @@ class OneWeight:
 
 def save(saver: Saver, step: int, tau: float | None = None) -> OneWeight:
     engine = OneWeight(float(step))
-    saver.save(engine, {"step": step, "tau": tau})  # type: ignore[arg-type]
+    saver.save(engine, {"step": step, "plan": {}, "totals": {}, "tau": tau})  # type: ignore[arg-type]
     engine.value += 1000  # what the next step makes of it is none of the checkpoint's business
     return engine
 
@@ -151,3 +154,42 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):
         found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+
+
+def test_weights_that_are_not_as_they_were_written_are_refused(tmp_path: Path) -> None:
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        save(saver, 1)
+    found = checkpoint.newest(tmp_path)
+    file, state = found.path / "head.safetensors", found.path / "state.json"
+    written = file.read_bytes()
+    with pytest.raises(ValueError, match="is of another head: v, w"):
+        found.weights({"v": torch.Size([1])})
+    file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    with pytest.raises(ValueError, match="another checksum"):
+        found.weights()
+    state.write_text('{"step": 1, "plan": {}, "totals": {}}')  # of before there were checksums
+    assert found.weights()
+    for bad in (torch.tensor([float("nan")]), torch.tensor([1])):
+        save_file({"w": bad}, file)
+        with pytest.raises(ValueError, match="no finite fp32 numbers"):
+            found.weights()
+    for text in ("{}", "[]", "null", '{"step": 1, "plan": null, "totals": {}}', '{"step": "1", "plan": {}}'):
+        state.write_text(text)
+        with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):
+            found.weights()
+
+
+def test_a_head_whose_last_checkpoint_is_gone_is_trained_on(outputs: NewOutputs) -> None:
+    folder = outputs("gone")
+    cfg = tiny_config(folder)
+    train(cfg)
+    last = newest(folder)
+    weights = last.weights()
+    shutil.rmtree(last.path)
+    with pytest.raises(ValueError, match=r"trained for 16 steps, and .* run `eagle3 train`"):
+        load_head(cfg, torch.device("cpu"))
+    train(cfg)
+    assert same(newest(folder).weights(), weights)
+    (cfg.point_dir / "train.json").unlink()
+    with pytest.raises(ValueError, match="holds no trained head"):
+        load_head(cfg, torch.device("cpu"))

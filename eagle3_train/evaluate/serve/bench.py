@@ -24,8 +24,9 @@ from eagle3_train.evaluate.serve.server import vllm_server
 from eagle3_train.evaluate.serve.table import load_row, serve_table
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.transcripts import open_transcripts
-from eagle3_train.files import read_json, write_json, write_text
+from eagle3_train.files import write_json, write_text
 from eagle3_train.store import inside
+from eagle3_train.target import read_config
 
 RESULT, REQUESTS = "serve.json", "serve.jsonl"
 WARM_UP_TOKENS = 8
@@ -111,7 +112,7 @@ def _server(
 def _dtype(cfg: Config, target: Path) -> str:
     """In vLLM's words."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    config = read_json(target / "config.json")
+    config = read_config(target)
     return names.get(cfg.serve.dtype) or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
 
 

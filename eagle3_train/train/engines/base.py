@@ -34,6 +34,7 @@ class Engine:
     def __init__(self, cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
         self.device = next(head.parameters()).device
+        self.shapes = {name: t.shape for name, t in head.state_dict().items()}  # whole, however an engine shards them
         self.gradient_factor = 1.0
         self.module = self.wrap(head)
         self.optimizer = make_optimizer(optim, self.module.parameters())

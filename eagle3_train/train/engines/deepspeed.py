@@ -64,6 +64,7 @@ class DeepSpeed(Engine):
         self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
         self.needs_several()
         self.device = next(head.parameters()).device
+        self.shapes = {name: t.shape for name, t in head.state_dict().items()}
         config = deepspeed_config(cfg, optim, dtype)
         if find_spec("deepspeed") is None:
             raise ValueError("engine=deepspeed needs a package that is missing: pip install 'eagle3-train[deepspeed]'")
