@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 
+WRITE_AGAIN = "delete it and run the step that writes it again"
+
+
 def temporary_path(path: Path) -> Path:
     """A name beside `path`, unique to this process: written first, then renamed over `path`."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -154,18 +157,27 @@ def read_bytes(path: str | Path) -> bytes:
 
 def read_json(path: str | Path) -> Any:
     """Read JSON, of an object store too; a file that is cut or not JSON is named in the error."""
-    try:
-        return json.loads(read_bytes(path).decode("utf-8"))
-    except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
-        raise ValueError(f"{path} is not valid JSON ({e}): delete it and run the step that writes it again") from e
+    return _parse(read_bytes(path), path, WRITE_AGAIN)
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
     """`read_json` of a file that holds one object: anything else is named in the error."""
-    value = read_json(path)
+    return parse_object(read_bytes(path), path, WRITE_AGAIN)
+
+
+def parse_object(data: bytes, where: str | Path, remedy: str) -> dict[str, Any]:
+    """The one object that JSON `data` holds. ValueError, with the file `where` and the remedy, where it does not."""
+    value = _parse(data, where, remedy)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold what it should: delete it and run the step that writes it again")
+        raise ValueError(f"{where} does not hold what it should: {remedy}")
     return value
+
+
+def _parse(data: bytes, where: str | Path, remedy: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
+        raise ValueError(f"{where} is not valid JSON ({e}): {remedy}") from e
 
 
 def find_package_file(spec: str) -> Path:

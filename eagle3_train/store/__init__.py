@@ -12,7 +12,7 @@ from .reader import Store, concatenate
 from .rolling import Rolling, RollingStore, is_rolling, write_rolling
 from .schema import CONVENTION, Sequence, StoreSpec
 from .stream import Course, Stream
-from .target import TargetPart, read_target_part, write_target_part
+from .target import TargetPart, holds_target_part, read_target_part, write_target_part
 from .transform import merge, prune
 from .verify import Problem
 from .writer import ShardWriter, check_spec, missing_shards, shard_name, shard_number, shard_rows
@@ -38,6 +38,7 @@ __all__ = [
     "concatenate",
     "expect_origin",
     "finalize",
+    "holds_target_part",
     "inside",
     "is_rolling",
     "merge",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from eagle3_train import config
@@ -92,7 +94,8 @@ def test_stores_hold_the_corpus_in_its_order(cfg: Config, tiny_target: Path) -> 
     assert store.spec.layer_ids == (2, 4, 5, 8)
     assert len(Store.open(f"{cfg.paths.store}/validation")) == 4
     assert report["train"]["tokens"] == sum(len(r.input_ids) for r in rows)
-    part, model = read_target_part(cfg.paths.store), load_target(tiny_target, torch.float32, torch.device("cpu"))
+    part = read_target_part(cfg.paths.store, store.spec)
+    model = load_target(tiny_target, part.embed_tokens.dtype, torch.device("cpu"))
     assert torch.equal(part.lm_head, model.lm_head.weight)
     assert torch.equal(part.embed_tokens, model.model.embed_tokens.weight)
     assert torch.equal(part.norm_weight, model.model.norm.weight)
@@ -314,3 +317,20 @@ def test_memory_does_not_grow_with_what_is_captured(tmp_path: Path, make_tokeniz
     written = Store.open(cfg.paths.store).manifest.bytes / 2**20
     assert written > 150
     assert peak - before < written / 10  # the row group's buffers, and what the allocator keeps
+
+
+def test_what_a_killed_capture_left_of_another_target_is_replaced(
+    cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(tiny_target, folder / "other")
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    safetensors.torch.save_file({n: t * 1.5 for n, t in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    # Killed behind the target's part, before any shard.
+    monkeypatch.setattr(run, "open_backend", None)
+    with pytest.raises(TypeError):
+        capture(cfg)
+    monkeypatch.undo()
+    again = study(folder, other)
+    capture(again)
+    part = read_target_part(again.paths.store, Store.open(again.paths.store).spec)
+    assert torch.equal(part.embed_tokens, (weights["model.embed_tokens.weight"] * 1.5).to(part.embed_tokens.dtype))

@@ -142,7 +142,8 @@ def test_a_table_of_tasks_and_temperatures(point: Config, tmp_path: Path) -> Non
     sampling = {"temperature": 0.7, "max_new_tokens": NEW, "top_p": 0.9, "top_k": 5}
     write_store(folder / "warm", transcripts(), sampling)
     tensors = {"embed_tokens": tiny_part().embed_tokens, "norm_weight": tiny_part().norm_weight}
-    write_target_part(point.paths.store, tensors | {"lm_head": tiny_part().lm_head}, tiny_part().config)
+    spec = Store.open(folder / "warm").spec
+    write_target_part(point.paths.store, spec, tensors | {"lm_head": tiny_part().lm_head}, tiny_part().config)
     (Path(point.paths.store) / "transcripts").unlink()
     (Path(point.paths.store) / "transcripts").symlink_to(folder)
     write_json(point.point_dir / "train.json", trained(point))
