@@ -87,6 +87,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def require_writable(folder: Path) -> None:
+    """ValueError where no file can be made in `folder`: before work whose results go there."""
+    probe = temporary_path(folder / "probe")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written ({e.strerror}): give yourself the right to, or move it") from e
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`; once the block ends it is made durable and takes the place of `path`."""

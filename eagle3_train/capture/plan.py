@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from eagle3_train.config import CaptureConfig, Config, TaskConfig
-from eagle3_train.corpus import read_lengths, read_report
+from eagle3_train.corpus import read_lengths, read_report, task_origin
 from eagle3_train.device import DTYPES, resolve_dtype
 from eagle3_train.files import code_version, read_json
 from eagle3_train.store import Store, StoreSpec, inside, missing_shards, shard_rows
@@ -35,6 +35,7 @@ class Job:
     finished: bool  # its manifest is there
     task: TaskConfig | None = None
     missing: list[int] = field(default_factory=list)  # shards
+    origin: dict[str, Any] = field(default_factory=dict)  # what decided the rows, key by key (`store.write_origin`)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -102,17 +103,23 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     }
     compute = _name(resolve_dtype(cfg.capture.compute_dtype, device))
 
-    def job(name: str, path: str, shards: int, task: TaskConfig | None = None, **spec: Any) -> Job:
+    def job(
+        name: str, path: str, shards: int, origin: dict[str, Any], task: TaskConfig | None = None, **spec: Any
+    ) -> Job:
         part = report["parts"][name]
         spec = {**common, "n_rows": part["sequences"], "config": {"rows": part["content"]}, **spec}
         wanted = StoreSpec(n_shards=min(shards, part["sequences"]), **spec)
         finished, missing = _state(path, wanted)
-        return Job(name, corpus / f"{name}.parquet", path, wanted, finished, task, missing)
+        return Job(name, corpus / f"{name}.parquet", path, wanted, finished, task, missing, origin)
 
     store, shards = cfg.paths.store, cfg.capture.shards
     states: dict[str, Any] = {"dtype": cfg.store.dtype, "compute_dtype": compute}
-    jobs = [job("train", store, shards, **states), job("validation", inside(store, "validation"), shards, **states)]
+    jobs = [
+        job("train", store, shards, cfg.data_identity, **states),
+        job("validation", inside(store, "validation"), shards, cfg.data_identity, **states),
+    ]
     for task in cfg.eval.tasks:
+        origin = task_origin(report, task)
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.
         dtype = cfg.store.transcript_dtype
         sampling: dict[str, Any] = {"temperature": task.temperature, "max_new_tokens": task.new_tokens}
@@ -120,7 +127,8 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
             sampling |= {"top_p": task.top_p, "top_k": task.top_k, "seed": cfg.corpus.seed}
         batches = -(-report["parts"][f"tasks/{task.name}"]["sequences"] // cfg.eval.generate_batch)
         path = inside(store, f"transcripts/{task.name}")
-        jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))
+        how: dict[str, Any] = {"dtype": dtype, "compute_dtype": dtype, "sampling": sampling}
+        jobs.append(job(f"tasks/{task.name}", path, batches, origin, task, **how))
     return jobs
 
 

@@ -64,7 +64,8 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     _announce(cfg, jobs, room, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
-        write_origin(cfg.paths.store, cfg.data_identity)
+        for job in (train, *(job for job in jobs if job is not train)):
+            write_origin(job.path, job.origin)
         # By number among all shards, missing or not: workers that start at different times still share without a gap.
         units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
         worker.run([(job, shard) for job, shard in units if shard in job.missing], train.spec)

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import Config, CorpusConfig, SourceConfig, check_layer_ids, digest
+from eagle3_train.config import Config, CorpusConfig, SourceConfig, TaskConfig, check_layer_ids, digest
 from eagle3_train.console import progress_bar, say
-from eagle3_train.files import content_fingerprint, read_json, write_json
+from eagle3_train.files import read_json, write_json
 from eagle3_train.target import chat_template_hash, load_tokenizer, prepare_target, stop_ids, tokenizer_hash
 
 from .filters import Filters
@@ -75,6 +75,20 @@ def read_report(folder: Path) -> dict[str, Any]:
     return read_json(folder / REPORT)
 
 
+def task_origin(report: dict[str, Any], task: TaskConfig) -> dict[str, Any]:
+    """What decided the prompts of `task` in the corpus of this report. ValueError where the task now asks for others,
+    or the corpus has none of it."""
+    found: dict[str, Any] | None = report["identity"].get(f"eval.tasks.{task.name}")
+    now = task.prompt_identity
+    changed = [k for k in now if found and now[k] is not None and now[k] != found[k]]
+    if found is None or changed:
+        what = f"with {', '.join(f'{k}={found[k]}, now {now[k]}' for k in changed)}" if found else "without it"
+        raise ValueError(
+            f"eval task {task.name!r}: the corpus was prepared {what}: run eagle3 prepare again, or restore the task"
+        )
+    return found
+
+
 def _fill(pool: Pool, source: SourceConfig) -> SourceReport:
     report = SourceReport()
     for conversation in read_conversations(source, report):
@@ -91,12 +105,7 @@ def _identity(cfg: Config, target: Path) -> dict[str, Any]:
     sources = {}
     for source in sources_of(cfg.corpus):
         sources[f"source {source.name}"] = asdict(source) | {"path": fingerprint(source)}
-    tasks = {}
-    for task in cfg.eval.tasks:
-        tasks[f"eval.tasks.{task.name}"] = {
-            **{k: getattr(task, k) for k in ("source", "prompts", "max_prompt_tokens")},
-            "file": content_fingerprint(task.path) if task.path else None,
-        }
+    tasks = {f"eval.tasks.{task.name}": task.prompt_identity for task in cfg.eval.tasks}
     return {
         "version": VERSION,
         **{f"corpus.{k}": v for k, v in corpus.items()},
