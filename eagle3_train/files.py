@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 
+WRITE_AGAIN = "delete it and run the step that writes it again"
+
+
 def temporary_path(path: Path) -> Path:
     """A name beside `path`, unique to this process: written first, then renamed over `path`."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -86,6 +89,16 @@ def json_lines(lines: Iterable[str]) -> list[Any]:
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of indented JSON. NaN and infinity are refused: no reader outside Python takes them."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def require_writable(folder: Path) -> None:
+    """ValueError where no file can be made in `folder`: before work whose results go there."""
+    probe = temporary_path(folder / "probe")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written ({e.strerror}): give yourself the right to, or move it") from e
 
 
 @contextmanager
@@ -167,23 +180,29 @@ def read_bytes(path: str | Path) -> bytes:
         return bytes(f.read())
 
 
-REWRITE = "delete it and run the step that writes it again"  # a file of ours
-
-
-def read_json(path: str | Path, remedy: str = REWRITE) -> Any:
+def read_json(path: str | Path, remedy: str = WRITE_AGAIN) -> Any:
     """Read JSON, of an object store too; a file that is cut or not JSON is named in the error, with the `remedy`."""
-    try:
-        return json.loads(read_bytes(path).decode("utf-8"))
-    except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
-        raise ValueError(f"{path} is not valid JSON ({e}): {remedy}") from e
+    return _parse(read_bytes(path), path, remedy)
 
 
-def read_object(path: str | Path, remedy: str = REWRITE) -> dict[str, Any]:
+def read_object(path: str | Path, remedy: str = WRITE_AGAIN) -> dict[str, Any]:
     """`read_json` of a file that holds one object: anything else is named in the error."""
-    value = read_json(path, remedy)
+    return parse_object(read_bytes(path), path, remedy)
+
+
+def parse_object(data: bytes, where: str | Path, remedy: str) -> dict[str, Any]:
+    """The one object that JSON `data` holds. ValueError, with the file `where` and the remedy, where it does not."""
+    value = _parse(data, where, remedy)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold what it should: {remedy}")
+        raise ValueError(f"{where} does not hold what it should: {remedy}")
     return value
+
+
+def _parse(data: bytes, where: str | Path, remedy: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as e:  # JSON's and Unicode's errors are both of the first
+        raise ValueError(f"{where} is not valid JSON ({e}): {remedy}") from e
 
 
 def find_package_file(spec: str) -> Path:

@@ -126,6 +126,8 @@ def train(call: Call) -> int:
 
 def evaluate(call: Call) -> int:
     cfg = call.config()
+    if not cfg.eval.tasks:
+        raise ValueError("eval.tasks is empty, so there is nothing to evaluate on: name a task (docs/evaluate.md)")
     from eagle3_train.device import resolve_device
     from eagle3_train.train import load_head
 
@@ -205,7 +207,7 @@ def _alone(cfg: Config, call: Call) -> Iterator[None]:
 
 def _measure(cfg: Config, head: Draft) -> None:
     """Evaluate a head; the target model is loaded only where it is decoded with."""
-    from eagle3_train.evaluate import measure
+    from eagle3_train.evaluate import check_target, measure
 
     target_model = None
     if cfg.eval.decode and cfg.eval.decode_tasks:
@@ -214,6 +216,7 @@ def _measure(cfg: Config, head: Draft) -> None:
 
         device = resolve_device(cfg.device)
         folder = prepare_target(cfg.target, folder=cfg.paths.target)
+        check_target(cfg, folder)
         dtype = resolve_dtype(cfg.eval.decode_dtype, device)
         target_model = load_target(folder, dtype, device, trust_remote_code=cfg.target.trust_remote_code)
     measure(cfg, head, target_model)

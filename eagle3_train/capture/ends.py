@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle3_train.config import TargetConfig
-from eagle3_train.store import write_target_part
-from eagle3_train.store.folder import Folder
-from eagle3_train.store.target import CONFIG
+from eagle3_train.device import DTYPES
+from eagle3_train.store import StoreSpec, write_target_part
 from eagle3_train.target import load_target, read_config, tokenizer_files
 
 if TYPE_CHECKING:
@@ -69,9 +68,10 @@ def load_ends(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreT
     return model
 
 
-def write_target(store: str, folder: Path, dtype: torch.dtype, cfg: TargetConfig) -> None:
-    """Write `<store>/target/`: configuration, tokenizer, both ends and the last layer, in `dtype`."""
-    model = load_ends(folder, dtype, cfg.trust_remote_code)
+def write_target(store: str, spec: StoreSpec, folder: Path, cfg: TargetConfig) -> None:
+    """Write `<store>/target/` of the training store of `spec`: configuration, tokenizer, both ends and the last layer,
+    in the dtype of the capture's forward pass."""
+    model = load_ends(folder, DTYPES[spec.compute_dtype], cfg.trust_remote_code)
     decoder = decoder_of(model)
     head: Any = model.get_output_embeddings()
     tensors = {
@@ -80,9 +80,5 @@ def write_target(store: str, folder: Path, dtype: torch.dtype, cfg: TargetConfig
         "lm_head": head.weight,
         **{f"last_layer.{name}": tensor for name, tensor in decoder.layers[-1].state_dict().items()},
     }
-    write_target_part(store, tensors, read_config(folder), tokenizer_files(folder, cfg.chat_template))
-
-
-def has_target(store: str) -> bool:
-    """Whether `<store>/target/` is complete: its configuration is written last."""
-    return CONFIG in Folder(store).child("target").sizes()
+    tokenizer = tokenizer_files(folder, cfg.chat_template)
+    write_target_part(store, spec, tensors, read_config(folder), tokenizer)

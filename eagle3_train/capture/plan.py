@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from eagle3_train.config import Config, TaskConfig, layer_ids
-from eagle3_train.corpus import Row, expect_content, expect_report, file_state, read_lengths, read_rows
+from eagle3_train.corpus import TASK, Row, expect_content, expect_report, file_state, read_lengths, read_rows
 from eagle3_train.device import DTYPES, resolve_dtype
 from eagle3_train.files import code_version
 from eagle3_train.store import Store, StoreSpec, inside, missing_shards, shard_rows
@@ -36,6 +36,7 @@ class Job:
     task: TaskConfig | None = None
     missing: list[int] = field(default_factory=list)  # shards
     state: tuple[int, int, int] | None = None  # of `rows_file` when its rows were checked; None: none will be read
+    origin: dict[str, Any] = field(default_factory=dict)  # what decided the rows, key by key (`store.write_origin`)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -97,19 +98,25 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
     }
     compute = _name(resolve_dtype(cfg.capture.compute_dtype, device))
 
-    def job(name: str, path: str, shards: int, task: TaskConfig | None = None, **spec: Any) -> Job:
+    def job(
+        name: str, path: str, shards: int, origin: dict[str, Any], task: TaskConfig | None = None, **spec: Any
+    ) -> Job:
         part = report["parts"][name]
         spec = {**common, "n_rows": part["sequences"], "config": {"rows": part["content"]}, **spec}
         wanted = StoreSpec(n_shards=min(shards, part["sequences"]), **spec)
         finished, missing = _state(path, wanted)
         rows = corpus / f"{name}.parquet"
         state = expect_content(rows, part["content"]) if missing or cfg.rolls else None
-        return Job(name, rows, path, wanted, finished, task, missing, state)
+        return Job(name, rows, path, wanted, finished, task, missing, state, origin)
 
     store, shards = cfg.paths.store, cfg.capture.shards
     states: dict[str, Any] = {"dtype": cfg.store.dtype, "compute_dtype": compute}
-    jobs = [job("train", store, shards, **states), job("validation", inside(store, "validation"), shards, **states)]
+    jobs = [
+        job("train", store, shards, cfg.data_identity, **states),
+        job("validation", inside(store, "validation"), shards, cfg.data_identity, **states),
+    ]
     for task in cfg.eval.tasks:
+        origin = report["identity"][f"{TASK}{task.name}"]
         # Generated, and then captured, in the dtype they are stored in: replay then sees what decoding in it would.
         dtype = cfg.store.transcript_dtype
         sampling: dict[str, Any] = {"temperature": task.temperature, "max_new_tokens": task.new_tokens}
@@ -117,7 +124,8 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
             sampling |= {"top_p": task.top_p, "top_k": task.top_k, "seed": cfg.corpus.seed}
         batches = -(-report["parts"][f"tasks/{task.name}"]["sequences"] // cfg.eval.generate_batch)
         path = inside(store, f"transcripts/{task.name}")
-        jobs.append(job(f"tasks/{task.name}", path, batches, task, dtype=dtype, compute_dtype=dtype, sampling=sampling))
+        how: dict[str, Any] = {"dtype": dtype, "compute_dtype": dtype, "sampling": sampling}
+        jobs.append(job(f"tasks/{task.name}", path, batches, origin, task, **how))
     return jobs
 
 

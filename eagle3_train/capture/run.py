@@ -17,12 +17,21 @@ from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line, json_lines
-from eagle3_train.store import ShardWriter, StoreSpec, expect_origin, finalize, is_rolling, missing_shards, write_origin
+from eagle3_train.store import (
+    ShardWriter,
+    StoreSpec,
+    expect_origin,
+    finalize,
+    holds_target_part,
+    is_rolling,
+    missing_shards,
+    write_origin,
+)
 from eagle3_train.store.folder import Folder
 from eagle3_train.target import prepare_target
 
 from .backend import Backend, open_backend
-from .ends import has_target, write_target
+from .ends import write_target
 from .passes import announce_rolling, refuse_while_captured
 from .plan import MAY_DIFFER, Job, plan, require_disk
 
@@ -56,10 +65,11 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     _announce(cfg, jobs, room, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
-        write_origin(cfg.paths.store, cfg.data_identity)
+        for job in (train, *(job for job in jobs if job is not train)):
+            write_origin(job.path, job.origin)
         # By number among all shards, missing or not: workers that start at different times still share without a gap.
         units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
-        worker.run([(job, shard) for job, shard in units if shard in job.missing], train.compute_dtype)
+        worker.run([(job, shard) for job, shard in units if shard in job.missing], train.spec)
         for job in jobs:
             if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
                 finalize(job.path, job.spec, MAY_DIFFER)
@@ -95,12 +105,13 @@ class Worker:
     def log(self) -> Path:
         return Path(self.cfg.paths.data) / LOG
 
-    def run(self, units: list[tuple[Job, int]], train_dtype: torch.dtype) -> None:
-        """Capture `units` (job, shard). The target is loaded once a compute dtype, not at all if nothing is left."""
+    def run(self, units: list[tuple[Job, int]], train: StoreSpec) -> None:
+        """Capture `units` (job, shard). The target is loaded once a compute dtype, not at all if nothing is left.
+        `train`: of the training store."""
         tune_allocator()
         self.log.parent.mkdir(parents=True, exist_ok=True)  # the corpus and the store may lie elsewhere
-        if self.rank == 0 and not has_target(self.cfg.paths.store):
-            write_target(self.cfg.paths.store, self.target, train_dtype, self.cfg.target)
+        if self.rank == 0 and not holds_target_part(self.cfg.paths.store, train):
+            write_target(self.cfg.paths.store, train, self.target, self.cfg.target)
         groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)
         for job, shard in units:
             groups[job.compute_dtype].append((job, shard))

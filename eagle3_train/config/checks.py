@@ -250,8 +250,10 @@ def _corpus(cfg: Config) -> None:
             )
         if source.limit is not None and source.limit < 1:
             raise ValueError(f"corpus source {source.name!r}: limit={source.limit} must be at least 1, or null")
-        if not source.weight > 0:
-            raise ValueError(f"corpus source {source.name!r}: weight={source.weight} must be greater than 0")
+        if not 0 < source.weight < math.inf:
+            raise ValueError(
+                f"corpus source {source.name!r}: weight={source.weight} must be greater than 0, and finite"
+            )
     if len({s.name for s in cfg.corpus.sources}) != len(cfg.corpus.sources):
         raise ValueError(f"corpus.sources has a name twice: {[s.name for s in cfg.corpus.sources]}")
     if not 0 < cfg.regenerate.top_p <= 1:
@@ -343,8 +345,10 @@ def _evaluation(cfg: Config) -> None:
             raise ValueError(
                 f"eval task {task.name!r}: prompts, new_tokens and max_prompt_tokens must be from 1 to 1,000,000"
             )
-        if task.temperature < 0 or not 0 < task.top_p <= 1 or task.top_k < 0:
-            raise ValueError(f"eval task {task.name!r}: temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed")
+        if not 0 <= task.temperature < math.inf or not 0 < task.top_p <= 1 or task.top_k < 0:
+            raise ValueError(
+                f"eval task {task.name!r}: a finite temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed"
+            )
         if task.temperature == 0 and (task.top_p, task.top_k) != (1.0, 0):
             raise ValueError(f"eval task {task.name!r}: top_p and top_k are of sampling, and its temperature is 0")
         if task.source == "file" and not task.path:

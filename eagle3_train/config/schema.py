@@ -10,6 +10,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from eagle3_train.files import content_fingerprint
+
 SAMPLING = ("temperature", "top_p", "top_k")  # keys of a task
 
 NOT_OF_A_POINT = (  # keys of train that do not define the trained head
@@ -346,6 +348,12 @@ class TaskConfig:
     temperature: float = 0.0  # at which the target generates, and is decoded with; 0: greedy
     top_p: float = 1.0  # of sampling: the fewest tokens that hold so much probability
     top_k: int = 0  # of sampling: so many tokens at most; 0: all
+
+    @property
+    def prompt_identity(self) -> dict[str, Any]:
+        """What decides which prompts it has. Of a file it is the content; None where it is not on this machine."""
+        chosen = {key: getattr(self, key) for key in ("source", "prompts", "max_prompt_tokens")}
+        return chosen | {"file": content_fingerprint(self.path) if self.path else None}
 
 
 @dataclass

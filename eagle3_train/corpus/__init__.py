@@ -1,12 +1,12 @@
 """Sources to conversations to token ids and loss masks."""
 
-from .prepare import expect_report, prepare
+from .prepare import TASK, expect_report, prepare
 from .regenerate import regenerate
 from .report import expect_content
 from .rows import Row, file_state, read_counts, read_lengths, read_rows
 from .template import Template
 
 __all__ = [
-    "Row", "Template", "expect_content", "expect_report", "file_state", "prepare", "read_counts", "read_lengths",
+    "TASK", "Row", "Template", "expect_content", "expect_report", "file_state", "prepare", "read_counts", "read_lengths",
     "read_rows", "regenerate",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3_train.config import Config, CorpusConfig, SourceConfig, digest, layer_ids
 from eagle3_train.console import progress_bar, say
-from eagle3_train.files import content_fingerprint, read_object, sweep_temporaries, temporary_path, write_json
+from eagle3_train.files import read_object, sweep_temporaries, temporary_path, write_json
 from eagle3_train.target import (
     chat_template_hash,
     load_tokenizer,
@@ -152,10 +152,9 @@ def _identity(cfg: Config, target: Path, prepared: dict[str, Any] | None = None)
     for task in cfg.eval.tasks:
         name = f"{TASK}{task.name}"
         known = None if prepared is None else prepared.get(name, {}).get("file")
-        tasks[name] = {
-            **{k: getattr(task, k) for k in ("source", "prompts", "max_prompt_tokens")},
-            "file": (content_fingerprint(task.path) or known) if task.path else None,
-        }
+        tasks[name] = task.prompt_identity
+        if task.path:
+            tasks[name]["file"] = tasks[name]["file"] or known
     return {
         "version": VERSION,
         **{f"corpus.{k}": v for k, v in corpus.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -23,8 +24,8 @@ from eagle3_train.evaluate.records import write_records
 from eagle3_train.evaluate.replay import replay_tasks
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.table import evaluation_table
-from eagle3_train.files import read_json, write_json
-from eagle3_train.store import Store, inside
+from eagle3_train.files import read_json, require_writable, write_json
+from eagle3_train.store import Store, inside, read_origin, spec_at
 from eagle3_train.target import load_tokenizer, prepare_target, stop_ids, weight_hash
 
 SCHEMA = 1
@@ -52,6 +53,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
             f"{trained} is damaged or of another configuration: delete it and run eagle3 train again (it keeps the "
             "checkpoints)"
         )
+    require_writable(cfg.point_dir)
     fingerprints = check_transcripts(cfg)
     tune_allocator()
     device = resolve_device(cfg.device)
@@ -77,8 +79,6 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
         started = time.perf_counter()
         decoded = [t for t in tasks if t.name in cfg.eval.decode_tasks]
         folder = prepare_target(cfg.target, cfg.paths.target)
-        for task in decoded:
-            Store.open(f"{transcripts}/{task.name}").expect(target_hash=weight_hash(folder))
         tokenizer = load_tokenizer(folder, cfg.target.chat_template, cfg.target.trust_remote_code)
         stops = stop_ids(folder, tokenizer)
         for sampling, group in _by_sampling(decoded).items():
@@ -115,16 +115,31 @@ def _by_sampling(tasks: list[TaskConfig]) -> dict[Sampling, list[TaskConfig]]:
     return groups
 
 
+def check_target(cfg: Config, folder: Path) -> None:
+    """ValueError, before it is loaded, where the target in `folder` has not made the transcripts to be decoded."""
+    weights = weight_hash(folder)
+    for name in cfg.eval.decode_tasks:
+        Store.open(inside(cfg.paths.store, f"transcripts/{name}")).expect(target_hash=weights)
+
+
 def check_transcripts(cfg: Config) -> dict[str, str]:
-    """Fingerprints of the tasks' transcripts. ValueError where they were made for other prompts or lengths than the
-    task now asks for."""
-    fingerprints = {}
+    """Fingerprints of the tasks' transcripts. ValueError where they are not whole, of another target than the training
+    store, or were made for other prompts, lengths or in another dtype than the task now asks for."""
+    fingerprints: dict[str, str] = {}
+    if not cfg.eval.tasks:
+        return fingerprints
+    training = spec_at(cfg.paths.store)
     for task in cfg.eval.tasks:
-        store = Store.open(inside(cfg.paths.store, f"transcripts/{task.name}"))
+        store = Store.open(inside(cfg.paths.store, f"transcripts/{task.name}")).require_whole()
+        store.expect_same_target(training)
+        store.expect(dtype=cfg.store.transcript_dtype)
         how = store.spec.sampling
         made = {"prompts": len(store), "new_tokens": how.get("max_new_tokens")}
         made |= {key: how.get(key, getattr(TaskConfig(), key)) for key in SAMPLING}
         asked = {key: getattr(task, key) for key in made}
+        chosen = {key: value for key, value in task.prompt_identity.items() if value is not None}
+        made |= {key: value for key, value in read_origin(store.folder).items() if key in chosen}
+        asked |= {key: value for key, value in chosen.items() if key in made}
         if made != asked:
             differences = ", ".join(f"{key}={made[key]}, now {asked[key]}" for key in made if made[key] != asked[key])
             raise ValueError(

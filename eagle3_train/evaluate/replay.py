@@ -89,7 +89,7 @@ def _replayed(
     else:
         if target_store is None:
             raise ValueError("sampled transcripts need the target's final norm and head: give target_store")
-        part = read_target_part(target_store)
+        part = read_target_part(target_store, transcripts.store.spec)
         for t in transcripts.read():
             accept = acceptance(head, part, t, sampling, device)
             forwards, drafted, accepted = expected_counts(accept)

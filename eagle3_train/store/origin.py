@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eagle3_train.files import parse_object
+
 from .folder import Folder
 
 NAME = "origin.json"
@@ -18,15 +20,23 @@ def write_origin(path: str | Path, identity: dict[str, Any]) -> None:
         folder.write(NAME, (json.dumps(identity, indent=1, sort_keys=True) + "\n").encode())
 
 
+def read_origin(folder: Folder) -> dict[str, Any]:
+    """What `write_origin` wrote; nothing of a store that came without it. ValueError where it is damaged."""
+    if NAME not in folder.sizes():
+        return {}
+    remedy = "run eagle3 capture again, which writes it and captures nothing twice"
+    return parse_object(folder.read(NAME), folder.show(NAME), remedy)
+
+
 def expect_origin(path: str | Path, identity: dict[str, Any]) -> None:
     """ValueError that names each key in which `identity` differs from what the store at `path` was captured under.
 
     A store that came without the file (captured elsewhere) is checked by its manifest alone.
     """
     folder = Folder(path)
-    if NAME not in folder.sizes():
+    found = read_origin(folder)
+    if not found:
         return
-    found = json.loads(folder.read(NAME))
     wanted = json.loads(json.dumps(identity))
     differences = [f"{k}={found.get(k)!r}, now {wanted.get(k)!r}" for k in wanted if found.get(k) != wanted.get(k)]
     if differences:

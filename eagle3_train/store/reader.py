@@ -22,13 +22,14 @@ from .index import Index
 from .manifest import Manifest, ShardEntry
 from .plan import BatchPlan
 from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
-from .verify import Problem, verify
+from .verify import Problem, id_problems, verify
 from .writer import PREFIX, remedy
 
 CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
 RUN = 16  # neighbouring row groups whose small columns are read at once: some hundred KiB beside half a GiB of states
 OPEN_SHARDS = 128
 SMALL_BATCH_BYTES = 32 << 20  # on a disk, a smaller batch is copied sooner than it is handed to threads
+SAME_TARGET = ("target_hash", "tokenizer_hash", "layer_ids", "hidden_size", "vocab_size")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -78,6 +79,11 @@ class Store:
                 "captured with this configuration, or capture one (eagle3 capture) into an empty folder"
             )
 
+    def expect_same_target(self, training: StoreSpec) -> Store:
+        """ValueError where the states are not those that a head reads which is trained on a store of `training`."""
+        self.expect(**{name: getattr(training, name) for name in SAME_TARGET})
+        return self
+
     def require_whole(self) -> Store:
         """Compare the sizes of all shards with the manifest's, by one listing and no read: before any long work.
 
@@ -122,11 +128,13 @@ class Store:
                 for future in ahead:
                     future.cancel()
 
-    def read_batch(self, rows: Many[int] | np.ndarray, readers: Executor | None = None) -> list[Sequence]:
+    def read_batch(
+        self, rows: Many[int] | np.ndarray, readers: Executor | None = None, check: bool = True
+    ) -> list[Sequence]:
         """Sequences of `rows`, in that order, their hidden states end to end in one tensor.
 
         Each is read straight to its place, and `concatenate` gives the whole without a copy. `readers`: threads that
-        read rows at once; None: this one.
+        read rows at once; None: this one. `check`: ValueError where a token id cannot be one; `verify` looks itself.
         """
         wanted = np.asarray(rows, np.int64)
         for row in wanted[(wanted < 0) | (wanted >= len(self))]:
@@ -143,6 +151,8 @@ class Store:
             values = run.row(row_group % RUN, i)
             if len(values["input_ids"]) != n_tokens:
                 raise ValueError(f"{shard.where} does not hold what the index says of row {row}: {remedy(shard.where)}")
+            if check and (what := next(id_problems(values["input_ids"], values["target_argmax"], spec), None)):
+                raise ValueError(f"{shard.where}, row {row}: {what}. {remedy(shard.where)}")
             return values
 
         def read_states(n_tokens: int, end: int, shard_number: int, offset: int) -> torch.Tensor:

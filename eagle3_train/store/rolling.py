@@ -26,7 +26,7 @@ from .counts import NAME as COUNTS
 from .counts import kept_counts, write_counts
 from .folder import Folder
 from .index import INDEX, Index
-from .manifest import MANIFEST, ROLLING, ShardEntry, parquet_bytes, read_shard, rows_digest
+from .manifest import MANIFEST, ROLLING, Manifest, ShardEntry, parquet_bytes, read_shard, rows_digest
 from .plan import BatchPlan
 from .reader import Store, _Shard
 from .schema import SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
@@ -95,6 +95,12 @@ def is_rolling(path: str | Path) -> bool:
     """Whether what lies at `path` rolls: a finished store does not, whatever it once was."""
     names = Folder(path).sizes()
     return ROLLING in names and MANIFEST not in names
+
+
+def spec_at(path: str | Path) -> StoreSpec:
+    """Of the store at `path`, finished or rolling. ValueError where there is none."""
+    folder = Folder(path)
+    return Rolling.read(folder).spec if is_rolling(path) else Manifest.read(folder).spec
 
 
 def kept_spec(spec: StoreSpec) -> StoreSpec:

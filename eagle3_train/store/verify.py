@@ -88,21 +88,27 @@ def _file_problem(folder: Folder, entry: ShardEntry, spec: StoreSpec, size: int 
 
 def _row_problems(store: Store, rows: range, where: str) -> Iterator[Problem]:
     for row in rows:
-        for what in _value_problems(store[row], store.spec):
+        (sequence,) = store.read_batch([row], check=False)
+        for what in _value_problems(sequence, store.spec):
             place = (
                 f"{where}, row {row} (row {int(store.index.row[row])} of row group {int(store.index.row_group[row])})"
             )
             yield Problem(place, what, remedy(where))
 
 
-def _value_problems(sequence: Sequence, spec: StoreSpec) -> Iterator[str]:
-    n = sequence.n_tokens
-    for name, low in (("input_ids", 0), ("target_argmax", -1)):
-        values = getattr(sequence, name)
+def id_problems(input_ids: np.ndarray, target_argmax: np.ndarray, spec: StoreSpec) -> Iterator[str]:
+    """What is wrong with the token ids of a row, both [T]."""
+    n = len(input_ids)
+    for name, values, low in (("input_ids", input_ids, 0), ("target_argmax", target_argmax, -1)):
         if len(values) != n:
             yield f"{name} has {len(values)} entries for {n} tokens"
         elif values.min() < low or values.max() >= spec.vocab_size:
             yield f"{name} reaches from {values.min()} to {values.max()}, the vocabulary has {spec.vocab_size} entries"
+
+
+def _value_problems(sequence: Sequence, spec: StoreSpec) -> Iterator[str]:
+    n = sequence.n_tokens
+    yield from id_problems(sequence.input_ids, sequence.target_argmax, spec)
     if len(sequence.loss_mask) != n or sequence.loss_mask.max() > 1:
         yield f"loss_mask is not one 0 or 1 for each of {n} tokens"
     if (lse := sequence.target_logsumexp) is not None and (len(lse) != n or not np.isfinite(lse).all()):

@@ -89,7 +89,7 @@ def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.d
     if not trains(cfg, head):
         _without_training(cfg, head, store, plan, world)
         return
-    validation = open_validation(cfg, head)
+    validation = open_validation(cfg, head, store.spec)
     plain = copy_sharing_buffers(head) if evaluate and cfg.train.eval_every and world.is_main else None
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
     engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)

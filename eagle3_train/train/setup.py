@@ -57,7 +57,7 @@ def _require_data(cfg: Config, store: Store) -> None:
 def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
     """A newly initialised head in fp32, or the published one that `draft.init_from` names; the same on every rank, by
     `cfg.seed`."""
-    part, counts = read_target_part(cfg.paths.store), token_counts(store)
+    part, counts = read_target_part(cfg.paths.store, store.spec), token_counts(store)
     torch.manual_seed(cfg.seed)
     if cfg.draft.init_from is not None:
         published = read_published(cfg.draft.init_from)
@@ -146,7 +146,7 @@ def head_source(cfg: Config) -> HeadSource:
     name = cfg.paths.target if cfg.target.model.endswith(".gguf") else str(local.absolute()) if local.is_dir() else None
     return HeadSource(
         head=head,
-        target=read_target_part(cfg.paths.store).config,
+        target=read_target_part(cfg.paths.store, store.spec).config,
         target_name=name or cfg.target.model,
         layer_ids=tuple(store.spec.layer_ids[:-1]),
     )

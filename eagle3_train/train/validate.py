@@ -9,7 +9,7 @@ import torch
 
 from eagle3_train.config import Config, TrainConfig
 from eagle3_train.drafts import Draft, DraftBatch
-from eagle3_train.store import BatchPlan, Store, inside
+from eagle3_train.store import BatchPlan, Store, StoreSpec, inside
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Validation
 from eagle3_train.train.step import batch_counts
@@ -17,9 +17,10 @@ from eagle3_train.train.step import batch_counts
 RANK_TOKENS = 4096  # of a forward pass
 
 
-def open_validation(cfg: Config, head: Draft) -> Store:
-    """The validation store. ValueError, before any training, where a draft step has no supervised row in it."""
-    store = Store.open(inside(cfg.paths.store, "validation"))
+def open_validation(cfg: Config, head: Draft, training: StoreSpec) -> Store:
+    """The validation store. ValueError, before any training, where it is not whole, not of the same target as the
+    `training` store, or a draft step has no supervised row in it."""
+    store = Store.open(inside(cfg.paths.store, "validation")).require_whole().expect_same_target(training)
     counts = sum(batch_counts([s], head, cfg.train.oov) for s in store.read(range(len(store))))
     if not np.all(counts):
         raise ValueError(

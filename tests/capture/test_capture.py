@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
 import torch
 
 from eagle3_train import config
@@ -94,7 +96,8 @@ def test_stores_hold_the_corpus_in_its_order(cfg: Config, tiny_target: Path) -> 
     assert store.spec.layer_ids == (2, 4, 5, 8)
     assert len(Store.open(f"{cfg.paths.store}/validation")) == 4
     assert report["train"]["tokens"] == sum(len(r.input_ids) for r in rows)
-    part, model = read_target_part(cfg.paths.store), load_target(tiny_target, torch.float32, torch.device("cpu"))
+    part = read_target_part(cfg.paths.store, store.spec)
+    model = load_target(tiny_target, part.embed_tokens.dtype, torch.device("cpu"))
     assert torch.equal(part.lm_head, model.lm_head.weight)
     assert torch.equal(part.embed_tokens, model.model.embed_tokens.weight)
     assert torch.equal(part.norm_weight, model.model.norm.weight)
@@ -383,3 +386,28 @@ def test_memory_does_not_grow_with_what_is_captured(tmp_path: Path, make_tokeniz
     written = Store.open(cfg.paths.store).manifest.bytes / 2**20
     assert written > 150
     assert peak - before < written / 10  # the row group's buffers, and what the allocator keeps
+
+
+def test_what_a_killed_capture_left_of_another_target_is_replaced(
+    cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(tiny_target, folder / "other")
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    safetensors.torch.save_file({n: t * 1.5 for n, t in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    # Killed behind the target's part, before any shard.
+    monkeypatch.setattr(run, "open_backend", None)
+    with pytest.raises(TypeError):
+        capture(cfg)
+    monkeypatch.undo()
+    again = study(folder, other)
+    capture(again)
+    part = read_target_part(again.paths.store, Store.open(again.paths.store).spec)
+    assert torch.equal(part.embed_tokens, (weights["model.embed_tokens.weight"] * 1.5).to(part.embed_tokens.dtype))
+
+
+def test_prompts_that_were_not_prepared_are_not_captured(cfg: Config, folder: Path, tiny_target: Path) -> None:
+    task = "{name: held, source: held_out, prompts: 6, new_tokens: 10, max_prompt_tokens: 20}"
+    with pytest.raises(ValueError, match=r"'held'.* max_prompt_tokens=384, now 20: run eagle3 prepare again"):
+        capture(study(folder, tiny_target, f"eval.tasks=[{task}]"))
+    with pytest.raises(ValueError, match=r"'more'.* without it: run eagle3 prepare again"):
+        capture(study(folder, tiny_target, "eval.tasks=[{name: more, source: held_out, prompts: 6, new_tokens: 10}]"))

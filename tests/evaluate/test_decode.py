@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,10 @@ from eagle3_train.config import Config, TaskConfig, TreeConfig, digest
 from eagle3_train.decode.chain import Chain
 from eagle3_train.decode.runner import Query, TargetRunner
 from eagle3_train.decode.sampling import Sampling
-from eagle3_train.evaluate import decode, decode_tasks, measure
+from eagle3_train.evaluate import check_target, decode, decode_tasks, measure
 from eagle3_train.evaluate.records import read_records
 from eagle3_train.files import write_json
-from eagle3_train.store import Store, write_target_part
+from eagle3_train.store import Store, write_origin, write_target_part
 from tests.evaluate.tiny import NEW, STOPS, tiny_part, trained_head, transcripts, write_store
 from tests.heads import LAYER_IDS, tiny_target
 
@@ -86,16 +87,14 @@ def test_a_tie_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def point(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     cfg = config.compose([f"paths.outputs={tmp_path}", "eval.decode_tasks=[]", "eval.bootstrap=50", "device=cpu"])
     cfg.paths.store = str(tmp_path / "store")
-    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store", transcripts())
     (tmp_path / "store" / "transcripts").symlink_to(folder)
     cfg.eval.tasks, cfg.eval.decode_tasks, cfg.eval.decode_prompts = [TASK], ["tiny"], 2
-    target_hash = Store.open(f"{folder}/{TASK.name}").spec.target_hash
     # The tiny target has no tokenizer that could name its stop tokens.
     for name, value in (
         ("prepare_target", "-"),
         ("load_tokenizer", None),
         ("stop_ids", STOPS),
-        ("weight_hash", target_hash),
     ):
         monkeypatch.setattr(f"eagle3_train.evaluate.point.{name}", lambda *a, value=value: value)
     return cfg
@@ -142,7 +141,8 @@ def test_a_table_of_tasks_and_temperatures(point: Config, tmp_path: Path) -> Non
     sampling = {"temperature": 0.7, "max_new_tokens": NEW, "top_p": 0.9, "top_k": 5}
     write_store(folder / "warm", transcripts(), sampling)
     tensors = {"embed_tokens": tiny_part().embed_tokens, "norm_weight": tiny_part().norm_weight}
-    write_target_part(point.paths.store, tensors | {"lm_head": tiny_part().lm_head}, tiny_part().config)
+    spec = Store.open(folder / "warm").spec
+    write_target_part(point.paths.store, spec, tensors | {"lm_head": tiny_part().lm_head}, tiny_part().config)
     (Path(point.paths.store) / "transcripts").unlink()
     (Path(point.paths.store) / "transcripts").symlink_to(folder)
     write_json(point.point_dir / "train.json", trained(point))
@@ -170,3 +170,61 @@ def test_measure_of_an_untrained_point_is_refused_before_any_work(point: Config)
     point.eval.tasks = [replace(TASK, name="nowhere")]
     with pytest.raises(ValueError, match="train the point first"):
         measure(point, trained_head(), None)
+
+
+def refused(point: Config, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(point, trained_head(), None)
+    assert not (point.point_dir / "result.json").exists()
+
+
+def test_transcripts_of_other_prompts_another_target_or_cut_are_refused(point: Config, tmp_path: Path) -> None:
+    write_json(point.point_dir / "train.json", trained(point))
+    own = tmp_path / "own"
+    write_store(own / "tiny", transcripts(), {"temperature": 0.0, "max_new_tokens": NEW})
+    (Path(point.paths.store) / "transcripts").unlink()
+    (Path(point.paths.store) / "transcripts").symlink_to(own)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("{}")
+    point.eval.tasks = [replace(TASK, path=str(prompts))]
+    write_origin(own / "tiny", point.eval.tasks[0].prompt_identity)
+    prompts.write_text('{"prompt": 1}')
+    refused(point, "'tiny' were made with file=")
+    prompts.write_text("{}")
+    point.eval.tasks[0].max_prompt_tokens = 7
+    refused(point, "max_prompt_tokens=384, now 7")
+    point.eval.tasks[0].max_prompt_tokens, point.store.transcript_dtype = 384, "bf16"
+    refused(point, "dtype: the store has 'fp32'")
+    point.store.transcript_dtype = "fp32"
+    manifest = own / "tiny" / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"target_hash": "0"', '"target_hash": "1"'))
+    refused(point, "target_hash: the store has '1'")
+    manifest.write_text(text)
+    (shard,) = (own / "tiny").glob("shard-*")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-9])
+    refused(point, "has .* of .* bytes")
+    shard.write_bytes(data)
+    measure(point, trained_head(), None)
+
+
+def test_a_target_of_other_weights_is_refused_before_it_is_loaded(
+    point: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3_train.evaluate.point.weight_hash", lambda folder: "other")
+    with pytest.raises(ValueError, match="target_hash: the store has '0'"):
+        check_target(point, Path("-"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    point: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(point.point_dir / "train.json", trained(point))
+
+    def touch(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr("eagle3_train.evaluate.point.replay_tasks", None)
+    refused(point, r"cannot be written \(Read-only file system\)")

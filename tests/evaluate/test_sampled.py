@@ -16,7 +16,7 @@ from eagle3_train.decode.tree import Tree
 from eagle3_train.evaluate import Record, replay_tasks
 from eagle3_train.evaluate.sampled import acceptance, expected_counts
 from eagle3_train.evaluate.transcripts import Transcript
-from eagle3_train.store import write_target_part
+from eagle3_train.store import Store, write_target_part
 from tests.alone import plain, speculative
 from tests.evaluate.tiny import CPU, prompt, states_of, tiny_part, trained_head, write_store
 from tests.heads import LAYER_IDS, tiny_target
@@ -126,7 +126,7 @@ def test_sampled_transcripts_are_replayed_as_such(tmp_path: Path) -> None:
     write_store(tmp_path / "warm", sequences, {"temperature": 0.9, "top_p": 0.95})
     part = tiny_part()
     tensors = {"embed_tokens": part.embed_tokens, "norm_weight": part.norm_weight, "lm_head": part.lm_head}
-    write_target_part(tmp_path, tensors, part.config)
+    write_target_part(tmp_path, Store.open(tmp_path / "warm").spec, tensors, part.config)
     task = TaskConfig(name="warm", source="file", path="-", new_tokens=6)
     head = trained_head()
     records, keys = replay_tasks(head, str(tmp_path), [task], CPU, 20, 0, target_store=str(tmp_path))

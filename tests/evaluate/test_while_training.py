@@ -21,6 +21,7 @@ def configured(folder: Path, tasks: str) -> config.Config:
 def folder(tmp_path: Path) -> Path:
     for name, sequences in (("a", transcripts()[:5]), ("b", transcripts()[5:])):
         write_store(tmp_path / "transcripts" / name, sequences, {"max_new_tokens": NEW})
+    write_store(tmp_path, transcripts())
     return tmp_path
 
 

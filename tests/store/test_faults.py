@@ -220,3 +220,18 @@ def test_an_index_that_does_not_fit_the_shards_is_noticed_when_a_row_is_read(tmp
         Store.open(tmp_path)[0]
     finalize(tmp_path, store.spec)
     assert Store.open(tmp_path).verify() == []
+
+
+@pytest.mark.parametrize(("column", "value"), [("input_ids", -2147462293), ("target_argmax", helpers.VOCAB)])
+def test_token_ids_that_cannot_be_are_refused_where_they_are_read(tmp_path: Path, column: str, value: int) -> None:
+    spec = make_spec(n_rows=2, n_shards=1)
+    with ShardWriter(tmp_path, 0, spec) as writer:
+        for row in range(2):
+            sequence = make_sequence(spec, row)
+            getattr(sequence, column)[-1] = value if row else 1
+            writer.add(sequence)
+    finalize(tmp_path, spec)
+    store = Store.open(tmp_path)
+    assert store[0].n_tokens
+    with pytest.raises(ValueError, match=rf"shard-00000.*row 1: {column} reaches .*{value}.*eagle3 capture"):
+        store[1]

@@ -25,8 +25,9 @@ def test_capture_read_and_verify(uri: str) -> None:
     spec = make_spec()
     capture(uri, spec)
     finalize(uri, spec)
-    write_target_part(uri, {"embed_tokens": torch.ones(3, 2), "norm_weight": torch.ones(2)}, {"a": 1})
-    assert read_target_part(uri).config == {"a": 1}
+    ends = {"embed_tokens": torch.ones(spec.vocab_size, spec.hidden_size), "norm_weight": torch.ones(spec.hidden_size)}
+    write_target_part(uri, spec, ends, {"a": 1})
+    assert read_target_part(uri, spec).config == {"a": 1}
     store = Store.open(uri)
     assert store.verify() == []
     for row, sequence in enumerate(store.read(range(23), readers=4)):

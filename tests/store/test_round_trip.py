@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
 import torch
 
 from eagle3_train.store import (
@@ -16,6 +18,7 @@ from eagle3_train.store import (
     Store,
     concatenate,
     finalize,
+    holds_target_part,
     missing_shards,
     read_target_part,
     shard_name,
@@ -233,14 +236,59 @@ def test_target_part_round_trips(tmp_path: Path, tied: bool) -> None:
         "lm_head": head,
         "last_layer.mlp.up": torch.randn(3),
     }
-    write_target_part(tmp_path, tensors, {"hidden_size": 8})
-    part = read_target_part(tmp_path)
+    spec = make_spec(vocab_size=50, hidden_size=8)
+    write_target_part(tmp_path, spec, tensors, {"hidden_size": 8})
+    part = read_target_part(tmp_path, spec)
     assert part.config == {"hidden_size": 8}
     assert torch.equal(part.embed_tokens, embed)
     assert torch.equal(part.lm_head, head)
     assert torch.equal(part.last_layer["mlp.up"], tensors["last_layer.mlp.up"])
     assert (part.lm_head is part.embed_tokens) == tied
     with pytest.raises(ValueError, match="eagle3 capture"):
-        read_target_part(tmp_path / "nowhere")
+        read_target_part(tmp_path / "nowhere", spec)
     with pytest.raises(ValueError, match="lmhead"):
-        write_target_part(tmp_path, {**tensors, "lmhead": head}, {})
+        write_target_part(tmp_path, spec, {**tensors, "lmhead": head}, {})
+
+
+def damaged_tensors(path: Path, **changes: torch.Tensor | None) -> None:
+    tensors = safetensors.torch.load_file(path) | changes
+    safetensors.torch.save_file({n: t for n, t in tensors.items() if t is not None}, path)
+
+
+@pytest.mark.parametrize("says_whose", [True, False])
+def test_a_damaged_target_part_is_named_with_the_remedy(tmp_path: Path, says_whose: bool) -> None:
+    spec, folder = make_spec(vocab_size=50, hidden_size=8), tmp_path / "target"
+    good = {"embed_tokens": torch.randn(50, 8), "norm_weight": torch.randn(8)}
+
+    def refused(message: str, **changes: torch.Tensor | None) -> None:
+        damaged_tensors(folder / "target.safetensors", **changes)
+        with pytest.raises(ValueError, match=f"{message}.*rm -r .*target.*eagle3 capture"):
+            read_target_part(tmp_path, spec)
+        write_target_part(tmp_path, spec, good, {"hidden_size": 8})
+        if not says_whose:
+            (folder / "identity.json").unlink()
+
+    write_target_part(tmp_path, spec, good, {"hidden_size": 8})
+    if says_whose:
+        refused("its checksum is another", norm_weight=torch.full((8,), torch.nan))
+    else:
+        (folder / "identity.json").unlink()
+        refused("damaged", embed_tokens=None)
+        refused(r"embed_tokens \[49, 8\]", embed_tokens=torch.randn(49, 8))
+    for text in ("[]", "", "null", "[" * 10_000):
+        (folder / "config.json").write_text(text)
+        refused("config.json")
+    (folder / "target.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"target.safetensors is damaged"):
+        read_target_part(tmp_path, spec)
+
+
+def test_a_target_part_of_another_target_is_refused(tmp_path: Path) -> None:
+    spec = make_spec(vocab_size=50, hidden_size=8)
+    write_target_part(tmp_path, spec, {"embed_tokens": torch.randn(50, 8), "norm_weight": torch.randn(8)}, {})
+    assert holds_target_part(tmp_path, spec)
+    for name in ("target_hash", "tokenizer_hash", "chat_template_hash", "compute_dtype"):
+        assert not holds_target_part(tmp_path, make_spec(vocab_size=50, hidden_size=8, **{name: "other"}))
+    read_target_part(tmp_path, replace(spec, compute_dtype="bf16"))  # of a transcript: the same target
+    with pytest.raises(ValueError, match=r"of another target than the states \(target_hash\).*rm -r"):
+        read_target_part(tmp_path, replace(spec, target_hash="other"))

@@ -35,7 +35,8 @@ def part(path: Path, rows: list[int], **changes: object) -> Store:
             for i in shard_rows(len(rows), 2, shard):
                 writer.add(make_sequence(spec, rows[i]))
     finalize(path, spec)
-    write_target_part(path, {"embed_tokens": torch.ones(3, 2), "norm_weight": torch.ones(2)}, {"a": 1}, TOKENIZER)
+    ends = {"embed_tokens": torch.ones(spec.vocab_size, spec.hidden_size), "norm_weight": torch.ones(spec.hidden_size)}
+    write_target_part(path, spec, ends, {"a": 1}, TOKENIZER)
     return Store.open(path)
 
 
@@ -54,7 +55,7 @@ def test_merged_parts_are_the_capture_of_all(tmp_path: Path, capsys: pytest.Capt
         expected = make_sequence(spec, row)
         assert sequence.sample_id == expected.sample_id
         assert torch.equal(sequence.hidden, expected.hidden.bfloat16())
-    assert read_target_part(out).config == {"a": 1}
+    assert read_target_part(out, spec).config == {"a": 1}
     assert (out / "target" / "tokenizer.json").read_bytes() == b"{}"
     before = {p.name: p.stat().st_mtime_ns for p in out.glob("shard-*")}
     (out / shard_name(2, 4)).unlink()

@@ -16,7 +16,7 @@ from tests.drafts.tiny import THETA, H, TinyTarget, V, tiny_sequence
 N_LAYERS = 12
 
 
-def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2, damaged: Collection[int] = ()) -> None:
+def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2, damaged: Collection[int] = ()) -> StoreSpec:
     """`rows` sequences of 8 to 40 tokens with one or two assistant turns. Their next tokens follow a simple rule, so
     that there is something to learn. The states of the rows `damaged` are so large that no loss is a number."""
     spec = StoreSpec(
@@ -41,6 +41,7 @@ def write_store(path: Path, rows: int, seed: int = 0, shards: int = 2, damaged: 
             for row in shard_rows(rows, shards, shard):
                 writer.add(made[row])
     finalize(path, spec)
+    return spec
 
 
 def make_study(
@@ -49,12 +50,12 @@ def make_study(
     """Store, validation store and target part under `folder`/tiny/store."""
     target = TinyTarget()
     store = folder / "tiny" / "store"
-    write_store(store, rows, damaged=damaged)
+    spec = write_store(store, rows, damaged=damaged)
     write_store(store / "validation", 6, seed=1, shards=1, damaged=damaged_validation)
     tensors = {"embed_tokens": target.embed_tokens, "norm_weight": target.norm_weight, "lm_head": target.lm_head}
     tensors |= {f"last_layer.{name}": t for name, t in target.last_layer.items()}
     rope = {"rope_theta": THETA, "rope_type": "default"}
-    write_target_part(store, tensors, target.config | {"rope_parameters": rope, "num_hidden_layers": N_LAYERS})
+    write_target_part(store, spec, tensors, target.config | {"rope_parameters": rope, "num_hidden_layers": N_LAYERS})
 
 
 OVERRIDES = (
