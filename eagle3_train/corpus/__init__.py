@@ -7,6 +7,6 @@ from .rows import Row, file_state, read_counts, read_lengths, read_rows
 from .template import Template
 
 __all__ = [
-    "TASK", "Row", "Template", "expect_content", "expect_report", "file_state", "prepare", "read_counts", "read_lengths",
-    "read_rows", "regenerate",
+    "TASK", "Row", "Template", "expect_content", "expect_report", "file_state", "prepare", "read_counts",
+    "read_lengths", "read_rows", "regenerate",
 ]  # fmt: skip

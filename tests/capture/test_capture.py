@@ -59,6 +59,7 @@ def overrides(folder: Path, target: Path) -> list[str]:
         "capture.shards=3",
         "capture.batch_tokens=256",
         "store.dtype=fp32",
+        "capture.compute_dtype=fp32",  # also where bf16 would be the default
     ]
 
 

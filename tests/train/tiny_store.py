@@ -63,6 +63,7 @@ OVERRIDES = (
     "study.name=tiny", "target.name=tiny", "store.dtype=fp32", "corpus.sequences=24", "corpus.max_length=64",
     "data.base_sequences=6", "data.scale=4", "draft.vocab_size=20", "draft.steps=3", "train.batch_tokens=100",
     "train.epochs=3", "train.log_every=1", "train.checkpoint_every=4", "eval.tasks=[]", "eval.decode_tasks=[]",
+    "train.compute_dtype=fp32",  # curves are compared to the last digits, also where bf16 would be the default
 )  # fmt: skip
 
 
