@@ -174,7 +174,7 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tin
         ("corpus.validation_sequences=1000", "corpus.validation_sequences"),
         ("corpus.path=package:nothing_here/x.json", "pip install"),
         ("corpus.path=package:nothing_here.b.c/x.json", "pip install"),
-        ("corpus.path=package:", "write package:NAME/FILE"),
+        ("corpus.path='package:/x'", "write package:NAME/FILE"),
         ("capture.layer_ids=[99]", r"capture.layer_ids: \[99\] must be .* the target has 8 layers"),
     ],
 )
