@@ -103,3 +103,12 @@ def test_the_embedded_target_is_a_plain_model(real_target: Path) -> None:
     )["input_ids"]
     out = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_weights_that_are_cut_are_named(tiny_target: Path, tmp_path: Path, kept: int) -> None:
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model.safetensors is cut or damaged .*fetch"):
+        target.weight_hash(copy)

@@ -17,7 +17,7 @@ import xxhash
 
 from .folder import Folder
 from .index import INDEX, INDEX_SCHEMA
-from .schema import CONTENT_KEY, HIDDEN, SCHEMA_VERSION, StoreSpec
+from .schema import CONTENT_KEY, HIDDEN, SCHEMA_VERSION, StoreSpec, typed_fields
 from .writer import (
     PREFIX,
     check_spec,
@@ -93,9 +93,9 @@ class Manifest:
         try:
             value = json.loads(folder.read(MANIFEST))
             spec = StoreSpec.from_json({**value["spec"], "schema_version": value["schema_version"]}, where)
-            shards = tuple(ShardEntry(**s) for s in value["shards"])
+            shards = tuple(ShardEntry(**typed_fields(ShardEntry, s)) for s in value["shards"])
             return cls(value["fingerprint"], spec, shards, value["index"]["bytes"], value["index"]["checksum"])
-        except (json.JSONDecodeError, KeyError, TypeError) as e:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as e:
             raise ValueError(
                 f"{where} is damaged ({e!r}): delete it and write it again with: eagle3 store finalize {folder.uri}"
             ) from e

@@ -116,7 +116,7 @@ class StoreSpec:
                 f"{where} has store schema version {version}, this code reads version {SCHEMA_VERSION}: "
                 "use the version of eagle3-train that wrote it, or capture again"
             )
-        return cls(**{f.name: value[f.name] for f in fields(cls)})
+        return cls(**typed_fields(cls, value))
 
     def differences(self, other: StoreSpec, ignore: tuple[str, ...] = ()) -> list[str]:
         """Fields that differ, in words: `dtype: 'bf16', not 'fp32'` (self's value, not the other's)."""
@@ -126,6 +126,19 @@ class StoreSpec:
     def fingerprint(self, rows_digest: str) -> str:
         """Of a store with this spec and these rows (sample ids and lengths)."""
         return digest({"spec": self.identity, "rows": rows_digest}, 16)
+
+
+# Of a dataclass's annotations, as JSON has them.
+JSON_KINDS: dict[Any, type] = {"str": str, "int": int, "bool": bool, "dict[str, Any]": dict, "tuple[int, ...]": list}
+
+
+def typed_fields(cls: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for the dataclass `cls` of JSON `value`. KeyError or TypeError where one is missing or is of
+    another type."""
+    for f in fields(cls):
+        if not isinstance(value[f.name], JSON_KINDS[f.type]):
+            raise TypeError(f"{f.name} is {value[f.name]!r}")
+    return {f.name: value[f.name] for f in fields(cls)}
 
 
 def arrow_schema(spec: StoreSpec) -> pa.Schema:

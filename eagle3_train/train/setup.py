@@ -21,7 +21,7 @@ from eagle3_train.store import (
     read_target_part,
     token_counts,
 )
-from eagle3_train.target import prepare_target
+from eagle3_train.target import prepare_target, weight_hash
 from eagle3_train.train import checkpoint
 
 
@@ -144,6 +144,8 @@ def head_source(cfg: Config) -> HeadSource:
     # An engine finds the target by its hub id, or by its folder: a converted file's is ours.
     local = Path(cfg.target.model).expanduser()
     name = cfg.paths.target if cfg.target.model.endswith(".gguf") else str(local.absolute()) if local.is_dir() else None
+    if name is not None and Path(name).is_dir():  # the card names it
+        store.expect(target_hash=weight_hash(name))
     return HeadSource(
         head=head,
         target=read_target_part(cfg.paths.store, store.spec).config,

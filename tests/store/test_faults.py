@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -191,6 +192,14 @@ def test_other_schema_versions_and_damaged_manifests_are_named(tmp_path: Path) -
     text = path.read_text()
     path.write_text(json.dumps({**json.loads(text), "schema_version": 99}))
     with pytest.raises(ValueError, match="schema version 99, this code reads version 1"):
+        Store.open(tmp_path)
+    for damage in ('"sampling": []', '"n_rows": "x"', '"config": null'):
+        key = damage.partition(":")[0]
+        path.write_text(re.sub(rf"{key}: ({{[^}}]*}}|\d+)", damage, text))
+        with pytest.raises(ValueError, match=r"manifest.json is damaged.*eagle3 store finalize"):
+            Store.open(tmp_path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"manifest.json is damaged.*eagle3 store finalize"):
         Store.open(tmp_path)
     path.write_text(text[: len(text) // 2])
     with pytest.raises(ValueError, match=r"manifest.json is damaged.*eagle3 store finalize"):
