@@ -17,7 +17,7 @@ from eagle3_train.config import Config, TaskConfig, layer_ids
 from eagle3_train.corpus import TASK, Row, expect_content, expect_report, file_state, read_lengths, read_rows
 from eagle3_train.device import DTYPES, resolve_dtype
 from eagle3_train.files import code_version
-from eagle3_train.store import Store, StoreSpec, inside, missing_shards, shard_rows
+from eagle3_train.store import Store, StoreSpec, inside, is_rolling, missing_shards, shard_rows
 from eagle3_train.target import chat_template_hash, text_config, tokenizer_hash, weight_hash
 
 # A shard that an earlier version of the code wrote is still a shard of this capture.
@@ -37,6 +37,11 @@ class Job:
     missing: list[int] = field(default_factory=list)  # shards
     state: tuple[int, int, int] | None = None  # of `rows_file` when its rows were checked; None: none will be read
     origin: dict[str, Any] = field(default_factory=dict)  # what decided the rows, key by key (`store.write_origin`)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a shard is there, or was: then its origin stays."""
+        return self.finished or len(self.missing) < self.spec.n_shards or is_rolling(self.path)
 
     @property
     def compute_dtype(self) -> torch.dtype:

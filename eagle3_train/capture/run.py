@@ -53,8 +53,9 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     device = resolve_device(cfg.device)
     target = prepare_target(cfg.target, cfg.paths.target)
     jobs = plan(cfg, target, device)
-    expect_origin(cfg.paths.store, cfg.data_identity)
     train = jobs[0]
+    if train.begun:
+        expect_origin(train.path, train.origin)
     room = 0
     if cfg.rolls and not train.finished:  # its shards come while it is read (`roll`)
         jobs = jobs[1:]
@@ -66,7 +67,7 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
         for job in (train, *(job for job in jobs if job is not train)):
-            write_origin(job.path, job.origin)
+            write_origin(job.path, job.origin, keep=job.begun)
         # By number among all shards, missing or not: workers that start at different times still share without a gap.
         units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
         worker.run([(job, shard) for job, shard in units if shard in job.missing], train.spec)

@@ -13,10 +13,11 @@ from .folder import Folder
 NAME = "origin.json"
 
 
-def write_origin(path: str | Path, identity: dict[str, Any]) -> None:
-    """Keep what the rows of the store at `path` depend on, key by key (`Config.data_identity`). Once: it stays."""
+def write_origin(path: str | Path, identity: dict[str, Any], keep: bool = False) -> None:
+    """Write down what the rows of the store at `path` depend on, key by key (`Config.data_identity`); `keep`: where
+    there is such a file, it stays."""
     folder = Folder(path)
-    if NAME not in folder.sizes():
+    if not keep or NAME not in folder.sizes():
         folder.write(NAME, (json.dumps(identity, indent=1, sort_keys=True) + "\n").encode())
 
 
