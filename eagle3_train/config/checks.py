@@ -366,6 +366,8 @@ def _evaluation(cfg: Config) -> None:
         for name in chosen:
             if name not in names:
                 raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+    if cfg.export.path == "":
+        raise ValueError("export.path is empty: give a folder, or null for the point's own")
     if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:
         raise ValueError(f"serve.concurrency={cfg.serve.concurrency} must be numbers of at least 1")
     if not cfg.serve.temperatures or min(cfg.serve.temperatures) < 0:

@@ -138,7 +138,7 @@ def test_a_failed_write_stops_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_tensors", full)
     saver = Saver(tmp_path, World(), keep_last=2, keep_best=True)
     save(saver, 1)
     with pytest.raises(OSError, match="no space left"):
