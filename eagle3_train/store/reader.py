@@ -92,7 +92,11 @@ class Store:
         sizes = self.folder.sizes()
         bad = [s for s in self.manifest.shards if sizes.get(s.name) != s.bytes]
         if bad:
-            shown = [f"{self.folder.show(s.name)} has {sizes.get(s.name, 0):,} of {s.bytes:,} bytes" for s in bad[:3]]
+            shown = [
+                f"{self.folder.show(s.name)} "
+                + (f"has {sizes[s.name]:,} of {s.bytes:,} bytes" if s.name in sizes else "is missing")
+                for s in bad[:3]
+            ]
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             there = " ".join(self.folder.show(s.name) for s in bad if s.name in sizes)
             remove = f"remove them (rm {there}) and " if there else ""

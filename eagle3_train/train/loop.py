@@ -58,7 +58,7 @@ def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
     with world_from_environment(device, cfg.engine.timeout_minutes) as world:
         store = open_store(cfg)
         if not _is_done(cfg):
-            _train(cfg, store, evaluate, device, world)
+            _train(cfg, store.require_whole(), evaluate, device, world)
         elif world.is_main:
             say(f"{cfg.point_name}: trained already")
         if world.is_main:

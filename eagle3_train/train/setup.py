@@ -26,12 +26,13 @@ from eagle3_train.train import checkpoint
 
 
 def open_store(cfg: Config) -> Store:
-    """The training store, checked against the configuration before any work."""
+    """The training store, checked against the configuration before any work. Whether its shards are there is for those
+    to ask who read them: a trained head needs none."""
     store: Store
     if cfg.rolls and is_rolling(cfg.paths.store):
         store = RollingStore.open(cfg.paths.store, cfg.store.silent_minutes, cfg.reads_copies)
     else:
-        store = Store.open(cfg.paths.store).require_whole()
+        store = Store.open(cfg.paths.store)
     store.expect(target=cfg.target.name, dtype=cfg.store.dtype)
     if cfg.capture.layer_ids is not None:
         store.expect(layer_ids=[*cfg.capture.layer_ids, store.spec.n_layers])

@@ -67,7 +67,7 @@ def test_finalize_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "sound, 4 shards, 23 rows" in capsys.readouterr().out
     Store.open(tmp_path).require_whole()
     (tmp_path / shard_name(2, 4)).unlink()
-    with pytest.raises(ValueError, match=r"shard-00002-of-00004\.parquet has 0 of .* bytes: run eagle3 capture again"):
+    with pytest.raises(ValueError, match=r"shard-00002-of-00004\.parquet is missing: run eagle3 capture again"):
         Store.open(tmp_path).require_whole()
     assert main(["verify", str(tmp_path)]) == 1
     text = capsys.readouterr().out

@@ -41,6 +41,18 @@ def test_a_run_learns_and_leaves_what_others_rely_on(outputs: NewOutputs) -> Non
     assert (cfg.point_dir / "metrics.jsonl").read_bytes() == lines
 
 
+def test_a_trained_head_needs_no_shard(tmp_path: Path) -> None:
+    make_study(tmp_path)
+    cfg = tiny_config(tmp_path, train__epochs=1)
+    head = train(cfg)
+    store = Store.open(cfg.paths.store)
+    (Path(cfg.paths.store) / store.manifest.shards[0].name).unlink()
+    for again in (load_head(cfg, CPU), train(cfg)):
+        assert torch.equal(again.lm_head.weight, head.lm_head.weight)
+    with pytest.raises(ValueError, match=r"shard-00000-of-\d+\.parquet is missing: run eagle3 capture again"):
+        train(tiny_config(tmp_path, train__epochs=2))
+
+
 def test_data_may_be_counted_in_tokens(outputs: NewOutputs) -> None:
     """The shortest prefix that holds as many."""
     folder = outputs("a")
