@@ -267,5 +267,5 @@ def _require(wanted: int | None, what: str, key: str, tally: Tally, sources: dic
         read = "".join(f"; {name}: {source.in_words()}" for name, source in sources.items())
         raise ValueError(
             f"only {found} usable {what} of the {wanted or 'at least 1'} that {key} asks for (passed over: {skipped}"
-            f"{read}): lower {key}, or give more data"
+            f"{read}): lower {key}, {'raise corpus.held_out_fraction, ' * ('held-out' in what)}or give more data"
         )
