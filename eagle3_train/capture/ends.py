@@ -82,3 +82,10 @@ def write_target(store: str, spec: StoreSpec, folder: Path, cfg: TargetConfig) -
     }
     tokenizer = tokenizer_files(folder, cfg.chat_template)
     write_target_part(store, spec, tensors, read_config(folder), tokenizer)
+
+
+def target_bytes(target: dict[str, Any], dtype: torch.dtype) -> int:
+    """What `<store>/target/` takes of a Llama-like target with this text configuration: embedding, head, last layer."""
+    hidden, vocabulary = target["hidden_size"], target["vocab_size"]
+    intermediate = target.get("intermediate_size") or 4 * hidden
+    return int(dtype.itemsize * hidden * (2 * vocabulary + 4 * hidden + 3 * intermediate))

@@ -172,7 +172,7 @@ def require_disk(path: str, needed: int) -> int | None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"the capture needs {needed / 1e9:,.2f} GB and {folder} has {free / 1e9:,.2f} GB free: choose another disk "
+            f"the capture needs {needed / 1e6:,.1f} MB and {folder} has {free / 1e6:,.1f} MB free: choose another disk "
             "(paths.store=FOLDER), fewer sequences (corpus.sequences) or a smaller store.dtype"
         )
     return free

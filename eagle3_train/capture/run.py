@@ -28,10 +28,10 @@ from eagle3_train.store import (
     write_origin,
 )
 from eagle3_train.store.folder import Folder
-from eagle3_train.target import prepare_target
+from eagle3_train.target import prepare_target, text_config
 
 from .backend import Backend, open_backend
-from .ends import write_target
+from .ends import target_bytes, write_target
 from .passes import announce_rolling, refuse_while_captured
 from .plan import MAY_DIFFER, Job, plan, require_disk
 
@@ -63,6 +63,8 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
             room = announce_rolling(cfg, train, write=not cfg.dry_run)
     elif is_rolling(train.path):
         refuse_while_captured(Folder(train.path))  # they would delete what is captured
+    if not holds_target_part(train.path, train.spec):
+        room += target_bytes(text_config(target), train.compute_dtype)
     _announce(cfg, jobs, room, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:

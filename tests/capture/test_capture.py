@@ -19,11 +19,12 @@ import torch
 
 from eagle3_train import config
 from eagle3_train.capture import capture, hf, run
+from eagle3_train.capture.ends import target_bytes
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
 from eagle3_train.store import Store, inside, read_target_part, shard_name
 from eagle3_train.store.folder import Folder
-from eagle3_train.target import load_target, load_tokenizer
+from eagle3_train.target import load_target, load_tokenizer, text_config
 from tests.conftest import save_tiny_llama
 
 
@@ -97,6 +98,8 @@ def test_stores_hold_the_corpus_in_its_order(cfg: Config, tiny_target: Path) -> 
     assert store.spec.layer_ids == (2, 4, 5, 8)
     assert len(Store.open(f"{cfg.paths.store}/validation")) == 4
     assert report["train"]["tokens"] == sum(len(r.input_ids) for r in rows)
+    written = (Path(cfg.paths.store) / "target" / "target.safetensors").stat().st_size
+    assert written == pytest.approx(target_bytes(text_config(tiny_target), torch.float32), rel=0.1)
     part = read_target_part(cfg.paths.store, store.spec)
     model = load_target(tiny_target, part.embed_tokens.dtype, torch.device("cpu"))
     assert torch.equal(part.lm_head, model.lm_head.weight)
@@ -201,7 +204,7 @@ def test_what_cannot_be_done_is_refused_before_the_work(
         capture(study(folder, tiny_target, "capture.layer_ids=[2,8]"))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(run.require_disk.__globals__["shutil"], "disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match="GB free"):
+    with pytest.raises(ValueError, match="MB free"):
         capture(cfg)
 
 
