@@ -121,7 +121,7 @@ module("eagle3_train.target", prepare_target=lambda cfg, folder: folder, load_ta
 module("eagle3_train.device", resolve_device=lambda name: name, resolve_dtype=lambda name, device: name)
 module("eagle3_train.capture", capture=capture, roll=roll, share_passes=share_passes)
 module("eagle3_train.train", train=train, load_head=lambda cfg, device: "head")
-module("eagle3_train.evaluate", measure=measure)
+module("eagle3_train.evaluate", measure=measure, check_target=lambda cfg, folder: None)
 module(
     "analysis",
     load_runs=lambda folders: folders,
