@@ -217,7 +217,7 @@ class Saver:
             for path in (*temporary.iterdir(), temporary):
                 _sync(path)
             if final.exists():  # of an earlier attempt, at the same step: the same content
-                shutil.rmtree(final)
+                _remove(final)
             temporary.rename(final)
             _sync(self.folder)
             self._saved(state["step"])
@@ -235,7 +235,15 @@ class Saver:
             link.unlink(missing_ok=True)
         for old in all_in(self.folder):
             if old.path not in keep:
-                shutil.rmtree(old.path)
+                _remove(old.path)
+
+
+def _remove(path: Path) -> None:
+    """A whole checkpoint, all at once: killed in the middle, this would leave half of one under its name. What it
+    leaves now is swept when the next `Saver` starts."""
+    aside = path.with_name(f".{path.name}.old.tmp")
+    path.rename(aside)
+    shutil.rmtree(aside)
 
 
 def random_state() -> dict[str, Tensor]:

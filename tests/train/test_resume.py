@@ -134,6 +134,25 @@ def test_what_a_killed_writer_left_is_swept_and_never_seen(tmp_path: Path) -> No
     assert names(tmp_path) == ["step-00000003"]
 
 
+def test_a_checkpoint_that_is_removed_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it is removed, a run finds no half of it."""
+    folders = [tmp_path / f"step-{step:08d}" for step in (2, 4)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+
+    def killed(path: Path) -> None:
+        (path / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(checkpoint.shutil, "rmtree", killed)
+        checkpoint._remove(folders[0])
+    assert [found.path for found in checkpoint.all_in(tmp_path)] == folders[1:]
+    checkpoint.Saver(tmp_path, World(), keep_last=1, keep_best=False)
+    assert [path.name for path in tmp_path.iterdir()] == [folders[1].name]
+
+
 def test_a_failed_write_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left on device")
