@@ -305,11 +305,8 @@ def weight_hash(folder: str | Path) -> str:
 
 def _tensor_digests(file: Path) -> list[str]:
     """`name dtype shape sha256` of each tensor of a safetensors file: an 8-byte length, a JSON header, the data."""
-    _require_whole(file)
+    base, header = _header(file)
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-        base = 8 + int.from_bytes(view[:8], "little")
-        header: dict[str, Any] = json.loads(bytes(view[8:base]))
-        header.pop("__metadata__", None)
 
         def digest(name: str) -> str:
             entry = header[name]
@@ -321,18 +318,22 @@ def _tensor_digests(file: Path) -> list[str]:
             return list(pool.map(digest, header))
 
 
-def _require_whole(file: Path) -> None:
-    """ValueError where a safetensors file is cut: its header says how long it is."""
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begin, and what its header says of each tensor. ValueError where the file is
+    cut: the header says how long it is."""
     size = file.stat().st_size
+    header: dict[str, Any] = {}
     with open(file, "rb") as f:
         base = 8 + int.from_bytes(f.read(8), "little")
         try:
             header = json.loads(f.read(base - 8)) if 8 < base <= size else {}
-            wanted = base + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            header.pop("__metadata__", None)
+            wanted = base + max(entry["data_offsets"][1] for entry in header.values())
         except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, no tensors, or no object
             wanted = None
     if wanted != size:
         raise ValueError(f"{file} is cut or damaged ({size:,} bytes): fetch the target's weights again")
+    return base, header
 
 
 def tokenizer_hash(folder: str | Path) -> str:
