@@ -84,6 +84,12 @@ def arg_max(x: Tensor) -> Tensor:
     return x.max(-1).indices
 
 
+def block_rows(device: torch.device) -> int:
+    """Rows, of the size of a vocabulary, over which several passes in fp32 are best made one after the other: what
+    stays in a core's caches on a CPU, and elsewhere what fills the device without holding much of its memory."""
+    return 32 * torch.get_num_threads() if device.type == "cpu" else 512
+
+
 def peak_rss_mb() -> float:
     """Peak resident memory of this process in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,12 +1,15 @@
 """The device's fused attention over step-0 keys, with the log-sum-exp that merging needs, and its backward for any
 output and log-sum-exp.
 
-CPU: the flash kernel of scaled_dot_product_attention, a call a segment. CUDA: FlashAttention 2 over all segments at
-once (16 bit, head dims up to 256; a segment's queries are the last of its keys, which is what its causal mask means).
+CPU: the flash kernel of scaled_dot_product_attention, a call a piece of a segment. CUDA: FlashAttention 2 over all
+segments at once (16 bit, head dims up to 256; a segment's queries are the last of its keys, which is what its causal
+mask means).
 The CUDA half has not been run yet: `benchmarks/gpu_check.sh` compares it with the explicit mask.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,18 +35,19 @@ def forward(
     """Output like q [R, n_heads, d], log-sum-exp [R, n_heads] fp32 at least, and what `backward` needs besides."""
     if q.is_cuda and segments:
         return _forward_cuda(q, k, v, segments, scale)
-    group = q.shape[1] // k.shape[1]
+    n_kv = k.shape[1]
+    group = q.shape[1] // n_kv
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     row = 0
-    for start, first, n in segments:
-        mask = _causal_mask(first - start + n, q.dtype)[first - start : first - start + n, : first - start + n]
-        keys, values = (_heads_first(x[start : first + n].repeat_interleave(group, 1)) for x in (k, v))
+    for start, first, n in _pieces(segments, group):
+        rows, span = slice(row, row + n), slice(start, first + n)
         o, part = _aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q[row : row + n]), keys, values, 0.0, False, attn_mask=mask, scale=scale
-        )
-        out[row : row + n] = o[0].transpose(0, 1)
-        lse[row : row + n] = part[0].T
+            _fold(q[rows], n_kv), _heads_first(k[span]), _heads_first(v[span]), 0.0, False,
+            attn_mask=_causal_mask(first - start, n, group, q.dtype), scale=scale,
+        )  # fmt: skip
+        out[rows] = _unfold(o, n)
+        lse[rows] = _unfold(part[..., None], n)[..., 0]
         row += n
     return out, lse, ()
 
@@ -62,38 +66,73 @@ def backward(
     """Gradients of q, k, v for the gradient `grad` of an output `out` that these keys share with others under `lse`."""
     if q.is_cuda and segments:
         return _backward_cuda(grad, q, k, v, out, lse, segments, scale, state)
-    n_kv, d = k.shape[1:]
+    n_kv = k.shape[1]
     group = q.shape[1] // n_kv
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq = torch.empty_like(q)
+    wide = torch.promote_types(q.dtype, torch.float32)  # several pieces read the same keys
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
     row = 0
-    for start, first, n in segments:
+    for start, first, n in _pieces(segments, group):
         rows, span = slice(row, row + n), slice(start, first + n)
-        mask = _causal_mask(first - start + n, q.dtype)[first - start : first - start + n, : first - start + n]
-        keys, values = (_heads_first(x[span].repeat_interleave(group, 1)) for x in (k, v))
         gq, gk, gv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(grad[rows]), _heads_first(q[rows]), keys, values, _heads_first(out[rows]),
-            lse[rows].T[None].contiguous(), 0.0, False, attn_mask=mask, scale=scale,
+            _fold(grad[rows], n_kv), _fold(q[rows], n_kv), _heads_first(k[span]), _heads_first(v[span]),
+            _fold(out[rows], n_kv), _fold(lse[rows, :, None], n_kv)[..., 0], 0.0, False,
+            attn_mask=_causal_mask(first - start, n, group, q.dtype), scale=scale,
         )  # fmt: skip
-        dq[rows] = gq[0].transpose(0, 1)
-        dk[span] += gk[0].transpose(0, 1).reshape(-1, n_kv, group, d).sum(2)
-        dv[span] += gv[0].transpose(0, 1).reshape(-1, n_kv, group, d).sum(2)
+        dq[rows] = _unfold(gq, n)
+        dk[span] += gk[0].transpose(0, 1)
+        dv[span] += gv[0].transpose(0, 1)
         row += n
-    return dq, dk, dv
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+# The CPU's kernel computes all keys for every query, seen or not, so a long segment goes in pieces; it works on blocks
+# of more queries where it gets many. The query heads of a key head count as queries: their keys are loaded once.
+_PIECE_ROWS, _PIECE_QUERIES = 128, 384
+
+
+def _pieces(segments: Segments, group: int) -> Segments:
+    """The same rows in pieces of about _PIECE_ROWS, or more where that makes few queries."""
+    size = max(_PIECE_ROWS, _PIECE_QUERIES // group)
+    pieces = []
+    for start, first, n in segments:
+        borders = torch.linspace(0, n, max(round(n / size), 1) + 1).round().int().tolist()
+        pieces += [(start, first + a, b - a) for a, b in pairwise(borders)]
+    return pieces
 
 
 _masks: dict[tuple[torch.dtype, int], Tensor] = {}
 
 
-def _causal_mask(size: int, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask of at least `size`; segments use views of it, so that none is built in the loop."""
-    rounded = 1 << max(size - 1, 1).bit_length()
-    if (dtype, rounded) not in _masks:
-        _masks[dtype, rounded] = torch.full((rounded, rounded), float("-inf"), dtype=dtype).triu(1)
-    return _masks[dtype, rounded]
+def _causal_mask(before: int, n: int, group: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [n * group, before + n] of n rows, of which the first sees `before` keys and its own.
+
+    A view of one mask whose rows see ever more keys, so that none is built in the loop.
+    """
+    mask = _masks.get((dtype, group))
+    if mask is None or mask.shape[1] - len(mask) // group < before or len(mask) < n * group:
+        seen, rows = (1 << max(x - 1, 127).bit_length() for x in (before, n))
+        if mask is not None:
+            rows = max(rows, len(mask) // group)
+            seen = max(seen, mask.shape[1] - len(mask) // group)
+        mask = torch.full((rows, seen + rows), float("-inf"), dtype=dtype).triu(seen + 1).repeat_interleave(group, 0)
+        _masks[dtype, group] = mask
+    first = mask.shape[1] - len(mask) // group - before
+    return mask[: n * group, first : first + before + n]
+
+
+def _fold(x: Tensor, n_kv: int) -> Tensor:
+    """[n, n_heads, d] -> [1, n_kv, n * group, d]: the layout of the CPU's kernel, a key head's queries together."""
+    return x.unflatten(1, (n_kv, -1)).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _unfold(x: Tensor, n: int) -> Tensor:
+    """[1, n_kv, n * group, d] -> [n, n_heads, d]"""
+    return x[0].unflatten(1, (n, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[T, h, d] -> [1, h, T, d], a view: the layout of the CPU's kernel."""
+    """[T, h, d] -> [1, h, T, d], a view."""
     return x.transpose(0, 1)[None]
 
 

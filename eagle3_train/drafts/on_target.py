@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3_train.config import DraftConfig
-from eagle3_train.device import arg_max
+from eagle3_train.device import arg_max, block_rows
 from eagle3_train.drafts.base import Draft, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
 from eagle3_train.drafts.layer import Dims
@@ -67,8 +67,11 @@ class TargetHead(Draft):
         """[M, D]: the target's distributions at step 0's anchors + 1, over the draft vocabulary, renormalised."""
         first = plan_rows(find_segments(batch.loss_mask, batch.starts), 1, batch.input_ids.device)[0]
         normed = self.normed_final(batch.hidden[first.anchors + 1, -1])
-        wide = torch.promote_types(normed.dtype, torch.float32)
-        return F.linear(normed, self.target_rows.to(normed.dtype)).to(wide).softmax(-1).to(normed.dtype)
+        logits = F.linear(normed, self.target_rows.to(normed.dtype))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        for part in logits.split(block_rows(logits.device)):
+            part.copy_(part.to(wide).softmax(-1))
+        return logits
 
     def randomise(self) -> None:
         """All linear maps at random, 1 / sqrt(inputs) wide."""

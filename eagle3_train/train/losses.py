@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_train.config import parse_objective
+from eagle3_train.device import block_rows
 
-CHUNK = 512  # rows whose logits exist at once: [R, D] is never kept
-BLOCK = 32  # of these, rows that a core compares at once on a CPU: [32, D] fp32 stays in its caches over all passes
+CHUNK = 2048  # rows whose logits exist at once: [R, D] is never kept
 
 Mix = tuple[tuple[str, float], ...]  # names of the table above and their weights
 
@@ -63,12 +63,16 @@ TERMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 def compare(logits: Tensor, p: Tensor, mix: Mix, train: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Value [r], soft cross-entropy [r] and gradient in the logits [r, D] of the mixed objective; fp32 at least.
 
-    logits, p [r, D]. The plain soft cross-entropy, the default, is made in place: passes over memory are what it costs.
+    logits, p [r, D]. The plain soft cross-entropy, the default, takes one exponential a number and no log q: with
+    s = logsumexp(z), -sum_v p log q = s sum_v p - sum_v p z, and s follows from the largest of z and of q.
     """
+    if mix == (("soft_ce", 1.0),):
+        q = logits.softmax(-1)
+        norm = logits.amax(-1) - q.amax(-1).log()
+        ce = norm * p.sum(-1) - torch.linalg.vecdot(p, logits)
+        return ce, ce, q.sub_(p) if train else None
     log_q = logits.log_softmax(-1)
     ce = -torch.linalg.vecdot(p, log_q)
-    if mix == (("soft_ce", 1.0),):
-        return ce, ce, log_q.exp_().sub_(p) if train else None
     q = log_q.exp()
     value, grad = torch.zeros_like(ce), torch.zeros_like(q) if train else None
     for name, weight in mix:
@@ -107,7 +111,7 @@ class _LinearObjective(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if train else None
         d_weight = torch.zeros_like(weight) if train and ctx.needs_input_grad[1] else None
         evaluate = _compiled_compare() if compiled else compare
-        block = min(CHUNK, BLOCK * torch.get_num_threads()) if hidden.device.type == "cpu" else CHUNK
+        block = block_rows(hidden.device)
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
             h = hidden[part]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3_train.drafts import fused
 from eagle3_train.drafts.attention import attend, block_mask
 
 # (document start, first anchor, rows): a whole document, two turns of one, a turn of one row; 9 tokens are nobody's.
@@ -47,6 +48,23 @@ def test_values_and_gradients(kind: str, n_heads: int, n_kv: int, d: int, chain:
     grads = torch.autograd.grad(found, inputs, weights, allow_unused=not chain)
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv"), [(6, 2), (2, 2)])
+def test_a_long_segment_goes_in_pieces_and_reads_the_same(n_heads: int, n_kv: int) -> None:
+    """Also when a mask made for another length is there already."""
+    g = torch.Generator().manual_seed(1)
+    for segments in ([(3, 9, 20)], [(0, 0, 901), (901, 1300, 100)], [(1, 700, 601)]):
+        n_rows = sum(n for _, _, n in segments)
+        assert max(n for _, _, n in segments) < 500 or len(fused._pieces(segments, n_heads // n_kv)) > len(segments)
+        shapes = [(n_rows, n_heads, 8), (1400, n_kv, 8), (1400, n_kv, 8)] + 2 * [(2, n_rows, n_kv, 8)]
+        inputs = [torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
+        found, expected = (attend(*inputs, segments, kind) for kind in ("merge", "reference"))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        weights = torch.randn(expected.shape, generator=g, dtype=torch.float64)
+        grads, wanted = (torch.autograd.grad(x, inputs, weights) for x in (found, expected))
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("chain", [0, 1, 4])
