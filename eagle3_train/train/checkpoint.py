@@ -4,7 +4,7 @@ step-00000200/head.safetensors   full fp32 weights, by name: all that evaluation
 step-00000200/optimizer/         optimizer state by parameter name, in torch.distributed.checkpoint's format: every
                                  rank writes its own shards, and any engine and world size reads them
 step-00000200/rng.pt             states of the random generators, of every rank
-step-00000200/state.json         step, data position, totals, replay tau where it was measured, checksum of the weights
+step-00000200/state.json         step, data position, totals, replay tau where it was measured, checksums of the others
 best                             a link to the checkpoint of the highest replay tau, where there is one
 """
 
@@ -68,14 +68,12 @@ class Checkpoint:
     def weights(self, shapes: Mapping[str, torch.Size] | None = None) -> dict[str, Tensor]:
         """fp32, on the host. `shapes`: of the head that they are for, by name. ValueError where they are not as they
         were written, or another head's."""
-        written = self.state.get("sha256")
+        written = self.state.get("files")
         with self._named():
-            file = self.path / WEIGHTS
-            if written is not None and file_digest(file) != written:
-                raise ValueError(f"{WEIGHTS} has another checksum than it was written with")
-            weights = load_file(file)
+            self._check([WEIGHTS], written)
+            weights = load_file(self.path / WEIGHTS)
             # Checkpoints of before there were checksums.
-            if written is None and not all(t.dtype == torch.float32 and is_finite(t) for t in weights.values()):
+            if not written and not all(t.dtype == torch.float32 and is_finite(t) for t in weights.values()):
                 raise ValueError(f"{WEIGHTS} holds values that are no finite fp32 numbers")
             found = {name: t.shape for name, t in weights.items()}
             if shapes is not None and found != shapes:
@@ -85,7 +83,17 @@ class Checkpoint:
 
     def load_into(self, engine: Engine) -> bool:
         """Weights, optimizer state and random generators; False: these are of another number of ranks, and not set. A
-        collective."""
+        collective. ValueError, on all ranks, where a file is not as it was written."""
+        with self._named():
+            damage = None
+            if engine.world.is_main:  # the others' shares are in it: one reads all, before all read their parts
+                written = self.state.get("files", {})
+                try:
+                    self._check(sorted(written.keys() - {WEIGHTS}), written)
+                except (OSError, ValueError) as e:
+                    damage = str(e)
+            if damage := engine.world.gather(damage)[0]:
+                raise ValueError(damage)
         state = engine.state()  # of the right shapes and shards, to be overwritten
         with self._named():
             dcp.load(state, checkpoint_id=self.path / "optimizer")
@@ -95,6 +103,11 @@ class Checkpoint:
             return False
         set_random_state(generators[engine.world.rank])
         return True
+
+    def _check(self, names: list[str], written: Mapping[str, str] | None) -> None:
+        for name in names:
+            if written and file_digest(self.path / name) != written.get(name):
+                raise ValueError(f"{name} has another checksum than it was written with")
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -210,10 +223,12 @@ class Saver:
         if self.world.is_main:
             save_tensors(weights, temporary / WEIGHTS)
             torch.save(generators, temporary / "rng.pt")
-            write_json(temporary / "state.json", state | {"sha256": file_digest(temporary / WEIGHTS)})
         # Ends on rank 0 when the files of all ranks are on disk: it then writes what describes them.
         dcp.save(optimizer, checkpoint_id=temporary / "optimizer", process_group=self._group)
         if self.world.is_main:
+            files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+            digests = {str(path.relative_to(temporary)): file_digest(path) for path in files}
+            write_json(temporary / "state.json", state | {"files": digests})
             for path in (*temporary.iterdir(), temporary):
                 _sync(path)
             if final.exists():  # of an earlier attempt, at the same step: the same content

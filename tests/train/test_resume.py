@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 from importlib.util import find_spec
@@ -174,6 +175,25 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:20])
     with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):
         found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+
+
+def test_a_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        save(saver, 1)
+    found = checkpoint.newest(tmp_path)
+    files = [path for path in found.path.rglob("*") if path.is_file() and path.name != "state.json"]
+    assert {"head.safetensors", "rng.pt", ".metadata", "__0_0.distcp"} == {path.name for path in files}
+    for file in files:
+        written = file.read_bytes()
+        middle = len(written) // 2
+        file.write_bytes(written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :])
+        with pytest.raises(ValueError, match=rf"{re.escape(file.name)} has another checksum.*delete that folder"):
+            found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+        file.unlink()
+        with pytest.raises(ValueError, match=rf"{re.escape(file.name)}.*delete that folder"):
+            found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+        file.write_bytes(written)
+    assert found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
 
 
 def test_weights_that_are_not_as_they_were_written_are_refused(tmp_path: Path) -> None:
