@@ -31,6 +31,7 @@ HELP = {"-h", "--help"}
 MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseException)
 OMEGACONF = ("full_key:", "object_type=", "reference_type=")  # its lines on where, after those on what
 OTHER_RANKS_WAIT_S = 3.0  # before they say what the user got wrong
+AGAIN = "the same command continues from what is finished"
 SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
 
 
@@ -47,14 +48,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def guarded(action: Callable[[], int | None]) -> int:
     """Run `action` as a command: mistakes as one line, signals as exit codes."""
     supervised = os.environ.pop(SUPERVISED, None)
-    again = "" if supervised else "; the same command continues where this one ended"  # our launcher says it
+    again = "" if supervised else f"; {AGAIN}"  # our launcher says it
     if supervised:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return action() or 0
     except KeyboardInterrupt:
-        print(f"\nstopped{again}", file=sys.stderr)
+        if _is_first():
+            print(f"\nstopped{again}", file=sys.stderr)
         return INTERRUPTED
     except Unfinished as e:
         if e.how:
@@ -66,21 +68,28 @@ def guarded(action: Callable[[], int | None]) -> int:
     except MISTAKES as e:
         if os.environ.get("EAGLE3_DEBUG"):
             raise
-        if os.environ.get("RANK", "0") != "0":  # as a rule rank 0 says the same, and torchrun ends us meanwhile
+        if not _is_first():  # as a rule rank 0 says the same, and torchrun ends us meanwhile
             time.sleep(OTHER_RANKS_WAIT_S)
         print(f"error: {explain(e)}", file=sys.stderr)
         return MISTAKE
 
 
+def _is_first() -> bool:
+    """Whether this is the one of several ranks that speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def explain(error: BaseException) -> str:
     """An error in words, with the nearest key, group or option where an unknown one was given."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is no override: write KEY=VALUE, quotes around special characters"
+        key, is_pair, value = str(error.override).partition("=")
+        quoted = f"'{key}=\"{value}\"'" if is_pair else "KEY=VALUE"
+        return f"{error.override!r} is no override: special characters need quotes, and the shell its own: {quoted}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_option(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = f" (writing {error.filename})" if error.filename else ""
-        return f"the disk is full{where}: free some space; the same command continues where this one ended"
+        return f"the disk is full{where}: free some space; {AGAIN}"
     text = str(error).partition("Config search path:")[0].partition("See https://hydra.cc")[0]
     if error.__cause__ is not None and isinstance(error, HydraException):
         text += "\n" + str(error.__cause__)
@@ -90,6 +99,8 @@ def explain(error: BaseException) -> str:
         key = getattr(error, "full_key", None) or words.split("'")[1]
         hint = did_you_mean(key, [*all_keys(), *groups()])
         return f"there is no key {key!r}{hint} (`eagle3 STEP --cfg job` prints all keys)"
+    if words.startswith("Error merging override ") and len(lines) > 1:
+        return f"{lines[0].removeprefix('Error merging override ')}: {lines[-1]}"
     if words.startswith("Ambiguous value for argument '"):
         return f"{words.split(chr(39))[1]} has several values: `eagle3 study` takes them, a single step takes one"
     if isinstance(error, OmegaConfBaseException) and error.full_key and error.full_key not in words:

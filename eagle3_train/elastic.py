@@ -2,25 +2,26 @@
 
 torchrun itself ends with 1 however its ranks ended. Here ranks that stopped in good order, to be continued, end it with
 `REQUEUE`, as one process would, and what the user got wrong with `MISTAKE`, without a traceback. A signal to torchrun,
-which it hands on to its ranks and waits for them, ends it with `REQUEUE` too.
+which it hands on to its ranks and waits for them, ends it with `REQUEUE` too, and Ctrl-C with `INTERRUPTED`.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from eagle3_train.exits import MISTAKE, REQUEUE
+from eagle3_train.exits import INTERRUPTED, MISTAKE, REQUEUE
 
 
 def main() -> None:
     try:
         torchrun(sys.argv[1:])
-    except SignalException:
-        sys.exit(REQUEUE)
+    except SignalException as e:
+        sys.exit(INTERRUPTED if e.sigval == signal.SIGINT else REQUEUE)
     except ChildFailedError as e:
         _, first = e.get_first_failure()  # the others may have been ended by torchrun
         if first.exitcode in (REQUEUE, MISTAKE):  # the rank has said all that there is to say

@@ -119,8 +119,8 @@ def train(call: Call) -> int:
     cfg = call.config()
     if cfg.dry_run:
         return _estimate(cfg)
-    with _alone(cfg, call):
-        _trained(cfg)
+    with _alone(cfg, call) as is_lost:
+        _trained(cfg, is_lost)
     return 0
 
 
@@ -140,24 +140,24 @@ def point(call: Call) -> int:
     cfg = call.config()
     if cfg.dry_run:
         return _estimate(cfg)
-    with _alone(cfg, call):
-        head = _trained(cfg)
+    with _alone(cfg, call) as is_lost:
+        head = _trained(cfg, is_lost)
         if _rank() == 0:
             _measure(cfg, head)
     return 0
 
 
-def _trained(cfg: Config) -> Draft:
+def _trained(cfg: Config, is_lost: Callable[[], bool]) -> Draft:
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
 
     check(cfg.tracker)
     _refuse_another_store(cfg)
     if not cfg.train.eval_every:
-        return train_head(cfg)
+        return train_head(cfg, None, is_lost)
     from eagle3_train.evaluate import while_training
 
-    return train_head(cfg, while_training(cfg))
+    return train_head(cfg, while_training(cfg), is_lost)
 
 
 def _refuse_another_store(cfg: Config) -> None:
@@ -184,13 +184,14 @@ def _estimate(cfg: Config) -> int:
 
 
 @contextmanager
-def _alone(cfg: Config, call: Call) -> Iterator[None]:
-    """Hold the point's lock, as a study does for the points that it runs: two processes never write one point.
+def _alone(cfg: Config, call: Call) -> Iterator[Callable[[], bool]]:
+    """Hold the point's lock, as a study does for the points that it runs: two processes never write one point. Gives
+    a function that says whether another process has taken it, since this one had seemed dead.
 
     A launcher holds it already: it gives `--resolved`. Of several ranks, rank 0 holds it for all.
     """
     if call.resolved is not None or _rank() != 0:
-        yield
+        yield lambda: False
         return
     from launch.lock import Lock, holder_of
 
@@ -200,7 +201,7 @@ def _alone(cfg: Config, call: Call) -> Iterator[None]:
             say(f"{cfg.point_name}: process {holder.pid} on {holder.host} works on it; waiting for its end")
         lock.acquire()
     try:
-        yield
+        yield lock.is_lost
     finally:
         lock.release()
 

@@ -48,6 +48,7 @@ class Lock:
         self._generation = 0  # ours, while we hold the lock
         self._seen: tuple[int, int] = (0, 0)  # generation and mtime_ns at the last look, unchanged since:
         self._seen_since = 0.0
+        self._looked = 0.0
         self._stop = threading.Event()
         self._beat: threading.Thread | None = None
 
@@ -67,6 +68,7 @@ class Lock:
             return False
         self._generation = mine
         self.lost.clear()
+        self._looked = time.monotonic()
         self._stop.clear()
         for old in _generations(self.folder):
             if old < mine:
@@ -74,6 +76,13 @@ class Lock:
         self._beat = threading.Thread(target=self._keep_alive, daemon=True)
         self._beat.start()
         return True
+
+    def is_lost(self) -> bool:
+        """Whether another process has taken the lock that we hold. It looks where the last look is long ago: whoever
+        was stopped, as by SIGSTOP or with its machine, learns it here before a thread would tell."""
+        if not self.lost.is_set() and time.monotonic() - self._looked > self.stale_after / 3:
+            self._look()
+        return self.lost.is_set()
 
     def acquire(self, poll: float = 1.0) -> None:
         while not self.try_acquire():
@@ -116,16 +125,21 @@ class Lock:
         return time.monotonic() - self._seen_since > self.stale_after
 
     def _keep_alive(self) -> None:
-        path = self._path(self._generation)
         while not self._stop.wait(self.stale_after / 9):
-            try:
-                os.utime(path)
-                taken = _highest(self.folder) != self._generation
-            except FileNotFoundError:
-                taken = True
-            if taken:
-                self.lost.set()
+            self._look()
+            if self.lost.is_set():
                 return
+
+    def _look(self) -> None:
+        """Give a sign of life, and see whether the lock is still ours."""
+        self._looked = time.monotonic()
+        try:
+            os.utime(self._path(self._generation))
+            taken = _highest(self.folder) != self._generation
+        except FileNotFoundError:
+            taken = True
+        if taken:
+            self.lost.set()
 
 
 def holder_of(folder: Path, stale_after: float = STALE_AFTER_S) -> Holder | None:

@@ -119,7 +119,7 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
         (["train", "lr=1"], "did you mean optim.lr?"),
         (["study", "drft=a,b"], "did you mean draft?"),
         (["train", "draf=eagle3"], "did you mean draft"),
-        (["train", "data.scale=many"], "'many' of type 'str' could not be converted to Float"),
+        (["train", "data.scale=many"], "data.scale=many: Value 'many' of type 'str' could not be converted to Float"),
         (
             ["train", "draft=eagle9"],
             "draft=eagle9: there is none: did you mean eagle3 or eagle1?\navailable for draft: ",
@@ -132,6 +132,7 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
         (["train", "draft.kind=eagle9"], "draft.kind='eagle9' is not one of"),
         (["train", "data.scale=[1"], "'data.scale=[1' is no override"),
         (["train", "data.scale=1,2"], "`eagle3 study` takes them"),
+        (["train", "paths.outputs=/tmp/ü"], "need quotes, and the shell its own: 'paths.outputs=\"/tmp/ü\"'"),
         (["train", "seed"], "'seed' is no override: write KEY=VALUE"),
         (["train", "--resolved"], "--resolved needs the file"),
         (["train", "--resolved", "/none.yaml"], "/none.yaml: no such file"),

@@ -5,6 +5,7 @@ step-00000200/optimizer/         optimizer state by parameter name, in torch.dis
                                  rank writes its own shards, and any engine and world size reads them
 step-00000200/rng.pt             states of the random generators, of every rank
 step-00000200/state.json         step, data position, totals, replay tau where it was measured, checksums of the others
+                                 and its own
 best                             a link to the checkpoint of the highest replay tau, where there is one
 """
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.utils._pytree import tree_map_only
 
+from eagle3_train.config import digest
 from eagle3_train.files import file_digest, read_object, write_json
 from eagle3_train.tensors import is_finite, save_tensors
 from eagle3_train.train.distributed import World
@@ -63,6 +65,8 @@ class Checkpoint:
             parts = (state.get("plan"), state.get("totals"))
             if state.get("step") != self.step or not all(isinstance(part, dict) for part in parts):
                 raise ValueError(f"state.json is none of step {self.step}")
+            if (written := state.pop("digest", None)) is not None and digest(state) != written:
+                raise ValueError("state.json has another checksum than it was written with")
             return state
 
     def weights(self, shapes: Mapping[str, torch.Size] | None = None) -> dict[str, Tensor]:
@@ -165,6 +169,10 @@ class Saver:
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        if (folder / "best").is_dir() and not (folder / "best").is_symlink():
+            raise ValueError(
+                f"{folder / 'best'} is a folder, and the link to the best checkpoint takes its place: move it away"
+            )
         if world.is_main:  # the point's lock is ours, so what is half-written was left by a writer that was killed
             for stale in folder.glob(".step-*.tmp"):
                 shutil.rmtree(stale)
@@ -228,7 +236,8 @@ class Saver:
         if self.world.is_main:
             files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
             digests = {str(path.relative_to(temporary)): file_digest(path) for path in files}
-            write_json(temporary / "state.json", state | {"files": digests})
+            state |= {"files": digests}
+            write_json(temporary / "state.json", state | {"digest": digest(state)})
             for path in (*temporary.iterdir(), temporary):
                 _sync(path)
             if final.exists():  # of an earlier attempt, at the same step: the same content

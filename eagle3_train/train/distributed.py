@@ -74,6 +74,7 @@ def world_from_environment(device: torch.device, timeout_minutes: float) -> Iter
 
 
 def _tell_torchrun(error: Exception) -> None:
-    """Leave the error where torchrun looks for it: its summary then shows the one that came first, with its rank."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    """Leave the error where torchrun looks for it: its summary then shows the one that came first, with its rank. What
+    the user got wrong has been said in a line, to which a traceback adds nothing."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, ValueError):
         get_error_handler().record_exception(error)

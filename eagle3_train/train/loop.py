@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +23,7 @@ from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
 from eagle3_train.train.checkpoint import Saver
 from eagle3_train.train.distributed import World, world_from_environment
-from eagle3_train.train.engines import make_engine
+from eagle3_train.train.engines import check_engine, make_engine
 from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
 from eagle3_train.train.setup import (
@@ -42,28 +43,44 @@ NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "waited": 0.0, 
 SKIPPED_IN_A_ROW = 10  # updates; more is no accident but a run that has diverged
 
 
-def train(cfg: Config, evaluate: Evaluate | None = None) -> Draft:
+def train(cfg: Config, evaluate: Evaluate | None = None, is_lost: Callable[[], bool] = lambda: False) -> Draft:
     """Train the point that `cfg` describes, or continue it, or return at once where it is done.
 
     Writes config.yaml, metrics.jsonl, checkpoints/ and at the end train.json into the point's folder.
     `evaluate(head)` is called every `train.eval_every` steps on rank 0, with a plain head on `cfg.device`; its numbers
-    are logged, and its `tau` chooses the best checkpoint.
+    are logged, and its `tau` chooses the best checkpoint. `is_lost()`: asked once a step on rank 0, whether another
+    process has taken the point over; nothing is written then.
 
     Raises:
+        Lost: it has.
         FloatingPointError: a loss or gradient that is not finite, naming the step, the batch and its samples.
         Unfinished: a signal or the time limit ended it before its last step; called again, it continues.
     """
     device = resolve_device(cfg.device)
     tune_allocator()
-    with world_from_environment(device, cfg.engine.timeout_minutes) as world:
+    with world_from_environment(device, cfg.engine.timeout_minutes) as world, _told_where(cfg, world):
+        check_engine(cfg.engine, world)
         store = open_store(cfg)
         if not _is_done(cfg):
-            _train(cfg, store.require_whole(), evaluate, device, world)
+            _train(cfg, store.require_whole(), evaluate, is_lost, device, world)
         elif world.is_main:
             say(f"{cfg.point_name}: trained already")
         if world.is_main:
             store.finished(cfg.point_name, cfg.launch.rolling.session)
         return load_head(cfg, device, store)  # plain and whole, whatever the engine has made of its own
+
+
+@contextmanager
+def _told_where(cfg: Config, world: World) -> Iterator[None]:
+    """Ctrl-C does not wait for a checkpoint: say from which one the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if world.is_main:
+            last = checkpoint.newest(cfg.point_dir / "checkpoints")
+            where = f"its last checkpoint is of step {last.step}" if last else "it has no checkpoint yet"
+            say(f"{cfg.point_name}: {where} (train.checkpoint_every={cfg.train.checkpoint_every})")
+        raise
 
 
 def _is_done(cfg: Config) -> bool:
@@ -83,7 +100,14 @@ def make_plan(cfg: Config, store: Store) -> BatchPlan:
     return plan_of(store.index.n_tokens, store.fingerprint, reading)
 
 
-def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.device, world: World) -> None:
+def _train(
+    cfg: Config,
+    store: Store,
+    evaluate: Evaluate | None,
+    is_lost: Callable[[], bool],
+    device: torch.device,
+    world: World,
+) -> None:
     plan = make_plan(cfg, store)
     head = build_head(cfg, store, device)
     if not trains(cfg, head):
@@ -129,7 +153,7 @@ def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.d
     skipped_in_a_row, saved = 0, first
     with (
         progress_bar(cfg.point_name, len(plan), "steps", done=first, show=world.is_main) as bar,
-        Stop(cfg.train.max_hours) as stop,
+        Stop(cfg.train.max_hours, is_lost) as stop,
         Loader(store, plan, world.rank, world.size, first, interrupted=lambda: stop.is_told) as loader,
         saver,
     ):
@@ -170,13 +194,13 @@ def _train(cfg: Config, store: Store, evaluate: Evaluate | None, device: torch.d
                 if cfg.train.keep_best and tau is not None and tau > highest:
                     is_best, highest = True, tau
             is_due = last or (cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0)
-            reason = None if last else stop.reason(world)
+            reason = stop.reason(world)
             if is_due or is_best or reason or store.needs_checkpoint(saved, done):
                 saved = done
                 store.release(done)
                 saver.save(engine, {"step": done, "plan": plan.state(done), "totals": dict(totals), "tau": tau})
             saver.check()
-            if reason:
+            if reason and not last:
                 saver.wait()
                 world.barrier()  # a rank that leaves takes the others with it: rank 0 has saved
                 if world.is_main:

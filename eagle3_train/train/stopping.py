@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import numpy as np
@@ -15,13 +16,19 @@ from eagle3_train.train.distributed import World
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
+class Lost(ValueError):
+    """What this process works on is another's by now."""
+
+
 class Stop:
     """While it is entered, SIGTERM and SIGUSR2 ask the loop to stop after the step; a second one ends the process.
 
-    max_hours: of this attempt, from here on; None: no limit.
+    max_hours: of this attempt, from here on; None: no limit. is_lost: whether another process works on the same point
+    by now, as rank 0 sees it.
     """
 
-    def __init__(self, max_hours: float | None) -> None:
+    def __init__(self, max_hours: float | None, is_lost: Callable[[], bool] = lambda: False) -> None:
+        self._is_lost = is_lost
         self._deadline = time.monotonic() + 3600 * max_hours if max_hours is not None else float("inf")
         self._signal = 0
 
@@ -31,9 +38,15 @@ class Stop:
         return self._signal != 0
 
     def reason(self, world: World) -> str | None:
-        """Why to stop now, the same on all ranks; None: go on. A collective, asked once a step."""
-        late = time.monotonic() >= self._deadline
-        signals, late_ranks = world.sum(np.array([self._signal != 0, late], np.int64)).tolist()
+        """Why to stop now, the same on all ranks; None: go on. A collective, asked once a step.
+
+        Raises:
+            Lost: another process has the point, and its files are that one's.
+        """
+        late, lost = time.monotonic() >= self._deadline, world.is_main and self._is_lost()
+        signals, late_ranks, lost_ranks = world.sum(np.array([self._signal != 0, late, lost], np.int64)).tolist()
+        if lost_ranks:
+            raise Lost("this process had not moved for so long that another one took over its work: it ends here")
         if signals:
             return signal.Signals(self._signal).name if self._signal else "a signal to another rank"
         return "train.max_hours" if late_ranks else None

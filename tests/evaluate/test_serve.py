@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from eagle3_train import config
 from eagle3_train.config import Config, TaskConfig
@@ -15,7 +18,7 @@ from eagle3_train.evaluate import replay_tasks
 from eagle3_train.evaluate.records import write_records
 from eagle3_train.evaluate.serve import bench, serve_bench
 from eagle3_train.evaluate.serve.counters import parse
-from eagle3_train.evaluate.serve.server import vllm_python, vllm_server
+from eagle3_train.evaluate.serve.server import SPREADS_TEMPERATURES, check_sampling, vllm_python, vllm_server
 from eagle3_train.evaluate.transcripts import Transcript
 from tests.evaluate.fake_server import FakeServer, running
 from tests.evaluate.tiny import CPU, NEW, STOPS, trained_head, transcripts, write_store
@@ -219,7 +222,35 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
         vllm_server(point.serve, tmp_path, None, 3, "float32", 64, tmp_path / "log"),
     ):
         raise AssertionError
+    python.write_text("#!/bin/sh\necho INFO; echo wrong\n")
+    with pytest.raises(ValueError, match=r"serve\.temperatures=\[0\] here"):
+        check_sampling()
+    for says in ("right", ""):  # of a GPU's vLLM nothing is known, or of one that has no such function
+        python.write_text(f"#!/bin/sh\necho {says}\n")
+        check_sampling()
     monkeypatch.delenv("EAGLE3_VLLM_PYTHON")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"serve\.url=URL"):
         vllm_python()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_vllm_that_loses_temperatures_is_recognised(
+    writes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fault of vLLM 0.32's CPU build, in its form: the kernel fills an integer copy of what it is given."""
+
+    def expand(output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replaced: int, by: int) -> None:
+        counts = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long))
+        target = output if writes else output.to(torch.int64)
+        target.copy_(values.repeat_interleave(counts))
+
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    for name, module in {
+        "vllm": SimpleNamespace(_C=None), "vllm._C": SimpleNamespace(), "vllm.utils": SimpleNamespace(),
+        "vllm.platforms": SimpleNamespace(current_platform=platform),
+        "vllm.utils.cpu_triton_utils": SimpleNamespace(_expand_kernel_impl=expand),
+    }.items():  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    exec(SPREADS_TEMPERATURES, {})
+    assert capsys.readouterr().out == ("right\n" if writes else "wrong\n")

@@ -94,6 +94,9 @@ def test_a_holder_of_another_machine_is_replaced_only_when_it_falls_silent(
         time.sleep(0.05)
     assert time.monotonic() - took > 0.5
     # It comes to life again: it learns that it lost the lock, and its release does no harm.
+    assert not there.lost.is_set()
+    assert there.is_lost()  # whoever asks looks, before a thread does
+    there.lost.clear()
     there._stop.clear()
     there._keep_alive()
     assert there.lost.is_set()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from eagle3_train.exits import REQUEUE
+from eagle3_train.exits import INTERRUPTED, MISTAKE, REQUEUE
 from eagle3_train.train.__main__ import adopt_srun
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import free_port
@@ -74,6 +76,25 @@ def test_torchrun_hands_on_that_ranks_ask_to_be_continued(code: int, expected: i
     script = tmp_path / "ranks.py"
     script.write_text(f"import os, sys, time\nsys.exit({code}) if os.environ['RANK'] == '0' else time.sleep(100)\n")
     finish(start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)), expected)
+
+
+def test_ctrl_c_under_torchrun_does_not_ask_for_a_requeue(tmp_path: Path) -> None:
+    script, ready = tmp_path / "ranks.py", tmp_path / "ready"
+    script.write_text(f"import time, pathlib\npathlib.Path({str(ready)!r}).touch()\ntime.sleep(100)\n")
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script))
+    while not ready.exists():
+        assert job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGINT)
+    finish(job, INTERRUPTED)
+
+
+def test_groups_that_do_not_fit_the_processes_are_named_before_the_store_is_opened(outputs: NewOutputs) -> None:
+    keys = overrides(outputs("groups"), engine="hsdp", engine__shard_size=2, paths__store="/none")
+    out = finish(start(*TORCHRUN, "--standalone", "--nproc-per-node", "2", *STEP, *keys), MISTAKE)
+    assert out.count("shard_size must be a proper divisor") >= 1
+    assert "Traceback" not in out
+    assert "error file" not in out
 
 
 # Python imports a module of this name at its start: one rank dies as its third step begins.

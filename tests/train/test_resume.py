@@ -18,6 +18,7 @@ from eagle3_train.exits import REQUEUE, Unfinished
 from eagle3_train.train import checkpoint, load_head, train
 from eagle3_train.train.checkpoint import Saver
 from eagle3_train.train.distributed import World
+from eagle3_train.train.stopping import Lost
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import run_ranks, train_and_die, train_tiny, train_with_signal
 from tests.train.results import losses, newest, rows, same
@@ -69,6 +70,37 @@ def test_the_time_limit_saves_and_asks_to_be_continued(outputs: NewOutputs) -> N
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL  # handlers are given back
 
 
+def test_who_has_lost_its_point_to_another_process_ends_and_saves_nothing_more(outputs: NewOutputs) -> None:
+    folder = outputs("lost")
+    asked: list[bool] = []
+
+    def is_lost() -> bool:
+        asked.append(len(asked) == 7)
+        return asked[-1]
+
+    with pytest.raises(Lost, match="another one took over its work"):
+        train(tiny_config(folder, train__checkpoint_every=4), is_lost=is_lost)
+    point = tiny_config(folder).point_dir
+    assert (len(asked), newest(folder).step) == (8, 4)  # not 8, which was due
+    assert not (point / "train.json").exists()
+
+
+def test_ctrl_c_says_from_where_it_goes_on(outputs: NewOutputs, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = outputs("ctrl-c")
+    for step, words in ((2, "it has no checkpoint yet"), (7, "its last checkpoint is of step 4")):
+        calls: list[None] = []
+
+        def is_lost(step: int = step, calls: list[None] = calls) -> bool:
+            calls.append(None)
+            if len(calls) == step:
+                raise KeyboardInterrupt
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny_config(folder, train__checkpoint_every=4), is_lost=is_lost)
+        assert f"{words} (train.checkpoint_every=4)" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_second_signal_ends_at_once(outputs: NewOutputs) -> None:
     from eagle3_train.train.stopping import Stop
 
@@ -101,7 +133,7 @@ class OneWeight:
 
 def save(saver: Saver, step: int, tau: float | None = None) -> OneWeight:
     engine = OneWeight(float(step))
-    saver.save(engine, {"step": step, "plan": {}, "totals": {}, "tau": tau})  # type: ignore[arg-type]
+    saver.save(engine, {"step": step, "plan": {}, "totals": {"tokens": 7}, "tau": tau})  # type: ignore[arg-type]
     engine.value += 1000  # what the next step makes of it is none of the checkpoint's business
     return engine
 
@@ -177,6 +209,12 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
         found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
 
 
+def test_a_folder_in_the_place_of_the_link_to_the_best_is_named_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    with pytest.raises(ValueError, match=r"best is a folder.*move it away"):
+        Saver(tmp_path, World(), keep_last=2, keep_best=True)
+
+
 def test_a_flipped_bit_in_any_file_is_noticed(tmp_path: Path) -> None:
     with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
         save(saver, 1)
@@ -201,7 +239,7 @@ def test_weights_that_are_not_as_they_were_written_are_refused(tmp_path: Path) -
         save(saver, 1)
     found = checkpoint.newest(tmp_path)
     file, state = found.path / "head.safetensors", found.path / "state.json"
-    written = file.read_bytes()
+    written, as_written = file.read_bytes(), state.read_bytes()
     with pytest.raises(ValueError, match="is of another head: v, w"):
         found.weights({"v": torch.Size([1])})
     file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
@@ -213,6 +251,9 @@ def test_weights_that_are_not_as_they_were_written_are_refused(tmp_path: Path) -
         save_file({"w": bad}, file)
         with pytest.raises(ValueError, match="no finite fp32 numbers"):
             found.weights()
+    state.write_bytes(as_written.replace(b'"tokens": 7', b'"tokens": 6'))
+    with pytest.raises(ValueError, match=r"state.json has another checksum.*delete that folder"):
+        found.weights()
     for text in ("{}", "[]", "null", '{"step": 1, "plan": null, "totals": {}}', '{"step": "1", "plan": {}}'):
         state.write_text(text)
         with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):

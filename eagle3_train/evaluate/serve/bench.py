@@ -20,7 +20,7 @@ from eagle3_train.evaluate.records import Record, by_prompt, read_records
 from eagle3_train.evaluate.serve import sglang
 from eagle3_train.evaluate.serve.client import Answer, Ask, Load, Prompt, complete, run_load, served_model
 from eagle3_train.evaluate.serve.counters import Counters, counters_after, read_counters
-from eagle3_train.evaluate.serve.server import vllm_server
+from eagle3_train.evaluate.serve.server import check_sampling, vllm_server
 from eagle3_train.evaluate.serve.table import load_row, serve_table
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.transcripts import open_transcripts
@@ -53,6 +53,8 @@ def serve_bench(
         ValueError: no transcripts, no server, or one that others use.
     """
     tasks = {name: _prompts(cfg, name) for name in cfg.serve.tasks or cfg.eval.decode_tasks}
+    if cfg.serve.url is None and any(cfg.serve.temperatures):
+        check_sampling()
     lines: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     loads: dict[tuple[Any, ...], Load] = {}

@@ -44,6 +44,31 @@ def vllm_python() -> str:
     )
 
 
+# vLLM 0.32's CPU build spreads the temperatures of requests over their drafts by a kernel for integers, on a copy: what
+# it then divides the logits by is memory that nobody wrote, and what it samples is not of the target's distribution.
+SPREADS_TEMPERATURES = """
+import torch
+from vllm.platforms import current_platform
+if current_platform.is_cpu():
+    import vllm._C
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
+    spread = torch.full((3,), -1.0)
+    expand(spread, torch.tensor([0.5, 2.0]), torch.tensor([1, 3]), 0, 1)
+    print("wrong" if spread.tolist() != [0.5, 2.0, 2.0] else "right")
+"""
+
+
+def check_sampling() -> None:
+    """ValueError where our vLLM cannot verify drafts at a temperature above 0."""
+    done = subprocess.run([vllm_python(), "-c", SPREADS_TEMPERATURES], capture_output=True, text=True, check=False)
+    if done.stdout.strip().endswith("wrong"):
+        raise ValueError(
+            "serve.temperatures: with drafts and a temperature above 0, this vLLM (a CPU build) divides the logits by "
+            "memory that it never wrote (docs/serve.md), so that its outputs are not the target's: measure "
+            "serve.temperatures=[0] here, or a server on a GPU (serve.url)"
+        )
+
+
 @contextmanager
 def vllm_server(
     cfg: ServeConfig, target: Path, head: Path | None, steps: int, dtype: str, positions: int, log: Path

@@ -69,7 +69,7 @@ def calls(word):
     return [line for line in lines if line.startswith(f"{word} ")]
 
 
-def train(cfg, evaluate=None):
+def train(cfg, evaluate=None, is_lost=None):
     note(f"train {cfg.point_name}")
     steps = 10
     metrics = cfg.point_dir / "metrics.jsonl"
