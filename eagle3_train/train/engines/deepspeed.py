@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,6 +69,8 @@ class DeepSpeed(Engine):
         config = deepspeed_config(cfg, optim, dtype)
         if find_spec("deepspeed") is None:
             raise ValueError("engine=deepspeed needs a package that is missing: pip install 'eagle3-train[deepspeed]'")
+        # Of collectives that DeepSpeed calls: nothing that its user could change.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         import deepspeed
         from deepspeed.utils import logger
 
