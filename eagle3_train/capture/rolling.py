@@ -18,7 +18,7 @@ from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line
-from eagle3_train.store import Rolling, StoreSpec, check_spec, inside, shard_name, shard_number
+from eagle3_train.store import Rolling, StoreSpec, inside, shard_name, shard_number
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT, kept_spec
 from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_sign, read_signs
@@ -26,8 +26,8 @@ from eagle3_train.store.stream import within
 from eagle3_train.target import prepare_target
 
 from .backend import Backend, open_backend
-from .passes import Reading, cap_bytes, check_room, expected_runs, make_stream, refuse_while_captured
-from .plan import MAY_DIFFER, Job, plan
+from .passes import Reading, cap_bytes, check_room, expected_runs, make_stream, read_rolling, refuse_while_captured
+from .plan import Job, plan
 from .run import Worker
 
 LOG = "rolling.jsonl"  # in the study's folder: a line a worker that has come to its end
@@ -50,8 +50,7 @@ def roll(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     if job.finished:
         say(f"{job.path} is a finished store: nothing rolls")
         return {"shards": 0, "busy_s": 0.0, "waited_s": 0.0}
-    rolling = Rolling.read(Folder(job.path))
-    check_spec(rolling.spec, job.spec, Folder(job.path).show("rolling.json"), MAY_DIFFER)
+    rolling = read_rolling(job)
     tune_allocator()
     roller = Roller(cfg, Worker(cfg, target, device, rank), job, rolling, rank, world)
     check_room(cfg, rolling, job.lengths, roller.runs)

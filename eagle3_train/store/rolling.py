@@ -29,13 +29,12 @@ from .index import INDEX, Index
 from .manifest import MANIFEST, ROLLING, Manifest, ShardEntry, parquet_bytes, read_shard, rows_digest
 from .plan import BatchPlan
 from .reader import Store, _Shard
-from .schema import SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
+from .schema import MAY_DIFFER, SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
 from .signs import READERS, WORKERS, Sign, Watch, read_signs
 from .stream import Course, shards_of, within
 from .writer import MAX_ROW_GROUP_ROWS, remedy, shard_rows
 
 KEPT = "kept"
-MAY_DIFFER = ("generator",)  # a shard that another version of the code wrote is a shard of this store
 POLL_S, REMOTE_POLL_S = 0.05, 1.0  # between tries to open a shard
 LOOK_S = 5.0  # between looks at what the workers say
 
@@ -301,4 +300,4 @@ class RollingStore(Store):
         return shards, *places
 
     def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self._entries[number][0], number)
+        return self._open(self._entries[number][0], number)
