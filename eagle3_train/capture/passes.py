@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from eagle3_train.corpus import read_counts
 from eagle3_train.device import resolve_device
 from eagle3_train.files import read_json
 from eagle3_train.store import (
+    MAY_DIFFER,
     Course,
     Rolling,
     Stream,
     check_spec,
+    claim,
     is_rolling,
     plan_of,
     rows_of,
@@ -27,7 +30,7 @@ from eagle3_train.store.folder import Folder
 from eagle3_train.store.signs import WORKERS, living, read_signs
 from eagle3_train.target import prepare_target
 
-from .plan import MAY_DIFFER, Job, plan
+from .plan import Job, plan, state_of
 
 Reading = Mapping[str, Any]  # Config.reading
 
@@ -43,8 +46,7 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
     folder = Folder(job.path)
     is_known = is_rolling(job.path)
     if is_known:
-        rolling = Rolling.read(folder)
-        check_spec(rolling.spec, job.spec, folder.show("rolling.json"), MAY_DIFFER)
+        rolling = read_rolling(job)
     else:
         is_there = any(shard_number(name) is not None for name in folder.sizes())
         if is_there and not read_signs(folder, WORKERS):  # of workers, whose shards may be rolled over
@@ -62,7 +64,10 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
         for start in range(0, len(runs), size_of_group):
             check_room(cfg, rolling, job.lengths, dict(list(runs.items())[start : start + size_of_group]))
     if write and not is_known:
-        write_rolling(job.path, rolling, rows, counts)
+        with claim(job.path, job.spec, partial(state_of, job.path, job.spec)):
+            if is_rolling(job.path):  # by now
+                read_rolling(job)
+            write_rolling(job.path, rolling, rows, counts)
     if write:
         say(
             f"capture train: it rolls: {size(sum(rolling.shard_bytes))} in {rolling.spec.n_shards} shards, at most "
@@ -70,6 +75,14 @@ def announce_rolling(cfg: Config, job: Job, write: bool) -> int:
         )
     copies = sum(rolling.kept_bytes) if cfg.reads_copies else 0
     return min(cap_bytes(cfg), sum(rolling.shard_bytes) + copies)
+
+
+def read_rolling(job: Job) -> Rolling:
+    """What is known of the training store of `job`. ValueError where there is none, or one of another spec."""
+    folder = Folder(job.path)
+    rolling = Rolling.read(folder)
+    check_spec(rolling.spec, job.spec, folder.show("rolling.json"), MAY_DIFFER)
+    return rolling
 
 
 def refuse_while_captured(

@@ -17,11 +17,8 @@ from eagle3_train.config import Config, TaskConfig, layer_ids
 from eagle3_train.corpus import TASK, Row, expect_content, expect_report, file_state, read_lengths, read_rows
 from eagle3_train.device import DTYPES, resolve_dtype
 from eagle3_train.files import code_version
-from eagle3_train.store import Store, StoreSpec, inside, is_rolling, missing_shards, shard_rows
+from eagle3_train.store import MAY_DIFFER, Store, StoreSpec, inside, is_rolling, missing_shards, shard_rows
 from eagle3_train.target import chat_template_hash, text_config, tokenizer_hash, weight_hash
-
-# A shard that an earlier version of the code wrote is still a shard of this capture.
-MAY_DIFFER = ("generator",)
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,9 @@ class Job:
 
     @property
     def begun(self) -> bool:
-        """Whether a shard is there, or was: then its origin stays."""
-        return self.finished or len(self.missing) < self.spec.n_shards or is_rolling(self.path)
+        """Whether a shard is there now, or was: then its origin stays."""
+        n_shards = self.spec.n_shards
+        return self.finished or len(missing_shards(self.path, n_shards)) < n_shards or is_rolling(self.path)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -109,7 +107,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         part = report["parts"][name]
         spec = {**common, "n_rows": part["sequences"], "config": {"rows": part["content"]}, **spec}
         wanted = StoreSpec(n_shards=min(shards, part["sequences"]), **spec)
-        finished, missing = _state(path, wanted)
+        finished, missing = state_of(path, wanted)
         rows = corpus / f"{name}.parquet"
         state = expect_content(rows, part["content"]) if missing or cfg.rolls else None
         return Job(name, rows, path, wanted, finished, task, missing, state, origin)
@@ -146,8 +144,9 @@ def _name(dtype: torch.dtype) -> str:
     return next(name for name, value in DTYPES.items() if value == dtype)
 
 
-def _state(path: str, wanted: StoreSpec) -> tuple[bool, list[int]]:
-    """Whether the store at `path` is finished, and the shards still to be captured."""
+def state_of(path: str, wanted: StoreSpec) -> tuple[bool, list[int]]:
+    """Whether the store at `path` is finished, and the shards still to be captured. ValueError where it, or a shard of
+    it, is of another spec than `wanted`."""
     try:
         store = Store.open(path)
     except ValueError:  # no manifest: nothing is there, or not all of it
@@ -159,6 +158,7 @@ def _state(path: str, wanted: StoreSpec) -> tuple[bool, list[int]]:
         )
     if not (missing := missing_shards(path, wanted.n_shards)):
         store.require_whole()
+    store.require_own()
     return True, missing
 
 

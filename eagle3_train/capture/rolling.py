@@ -17,8 +17,8 @@ from typing import Any
 from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
-from eagle3_train.files import append_line
-from eagle3_train.store import Rolling, StoreSpec, check_spec, inside, shard_name, shard_number
+from eagle3_train.files import append_line, read_object
+from eagle3_train.store import Rolling, StoreSpec, inside, shard_name, shard_number
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT, kept_spec
 from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_sign, read_signs
@@ -26,8 +26,8 @@ from eagle3_train.store.stream import within
 from eagle3_train.target import prepare_target
 
 from .backend import Backend, open_backend
-from .passes import Reading, cap_bytes, check_room, expected_runs, make_stream, refuse_while_captured
-from .plan import MAY_DIFFER, Job, plan
+from .passes import Reading, cap_bytes, check_room, expected_runs, make_stream, read_rolling, refuse_while_captured
+from .plan import Job, plan
 from .run import Worker
 
 LOG = "rolling.jsonl"  # in the study's folder: a line a worker that has come to its end
@@ -50,8 +50,7 @@ def roll(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     if job.finished:
         say(f"{job.path} is a finished store: nothing rolls")
         return {"shards": 0, "busy_s": 0.0, "waited_s": 0.0}
-    rolling = Rolling.read(Folder(job.path))
-    check_spec(rolling.spec, job.spec, Folder(job.path).show("rolling.json"), MAY_DIFFER)
+    rolling = read_rolling(job)
     tune_allocator()
     roller = Roller(cfg, Worker(cfg, target, device, rank), job, rolling, rank, world)
     check_room(cfg, rolling, job.lengths, roller.runs)
@@ -79,6 +78,7 @@ class Roller:
         self.shards_in, self.copies_in = Folder(job.path), Folder(inside(job.path, KEPT))
         self.runs: Mapping[str, Reading] = expected_runs(cfg)
         self.stream = make_stream(cfg, rolling, job.lengths, self.runs)
+        self._stale = self._ended_signs()
         self.captured, self.busy_s, self.waited_s = 0, 0.0, 0.0
         self._looked = 0.0
         self._last: tuple[Any, ...] = ()  # marks and reach at the last look
@@ -151,19 +151,26 @@ class Roller:
                 claim = look.shard
                 sign.say(claim=claim, doing=f"capturing shard {claim}", **times)
             else:
-                if sign.is_replaced():
-                    raise ValueError(f"worker {self.rank} seemed dead, and another process has its number now: ended")
+                self._expect_number(sign)
                 if backend is None:
                     dtype = self.job.compute_dtype
                     opened = open_backend(self.cfg, self.worker.target, dtype, self.worker.device, [self.job])
                     backend = stack.enter_context(opened)
                 began = time.monotonic()
                 stores = [(folder.uri, spec) for folder, spec in look.stores]
-                self.worker.shard(backend, self.job, claim, bar, stores)
+                try:
+                    self.worker.shard(backend, self.job, claim, bar, stores)
+                except OSError:  # the other process has removed the unfinished file?
+                    self._expect_number(sign)
+                    raise
                 claim = None  # the same shard may be due again, in a later pass
                 sign.note(claim=None)
                 self.captured += 1
                 self.busy_s += time.monotonic() - began
+
+    def _expect_number(self, sign: Sign) -> None:
+        if sign.is_replaced():
+            raise ValueError(f"worker {self.rank} seemed dead, and another process has its number now: ended")
 
     def _look(self) -> Look:
         """What is to be done now; what no run needs any more is deleted first.
@@ -204,13 +211,36 @@ class Roller:
             self.stream = make_stream(self.cfg, self.rolling, self.job.lengths, runs)
 
     def _marks(self) -> dict[str, int]:
-        """Of a run that has not shown up, and of one whose end was in another session: from its start."""
+        """Of a run that has not shown up, and of one whose end is not of now: from its start."""
         marks = {}
         for name, course in self.stream.courses.items():
-            sign = read_sign(self.shards_in, READERS, name) or {"ended": False, "mark": 0, "session": ""}
-            is_of_now = sign["session"] == self.cfg.launch.rolling.session
-            marks[name] = course.end if sign["ended"] and is_of_now else 0 if sign["ended"] else sign["mark"]
+            sign = read_sign(self.shards_in, READERS, name)
+            is_of_now = sign is not None and sign["session"] == self.cfg.launch.rolling.session
+            if sign is None or (sign["ended"] and (not is_of_now or sign == self._stale.get(name))):
+                marks[name] = 0
+            else:
+                marks[name] = course.end if sign["ended"] else sign["mark"]
         return marks
+
+    def _ended_signs(self) -> dict[str, dict[str, Any]]:
+        """Of runs that ended before this worker began, and whose results are gone: they will run again.
+
+        By hand all sessions are one. What ends from now on is believed without a look: its results may lie on another
+        machine.
+        """
+        if self.cfg.launch.rolling.session:
+            return {}
+        signs = {name: read_sign(self.shards_in, READERS, name) for name in self.runs}
+        return {name: sign for name, sign in signs.items() if sign and sign["ended"] and not self._is_trained(name)}
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether training would find nothing to do: its record is there, with the weights of its last step."""
+        folder = Path(self.cfg.paths.study) / name
+        try:
+            steps = read_object(folder / "train.json").get("steps")
+        except FileNotFoundError:
+            return False
+        return steps == 0 or (isinstance(steps, int) and (folder / "checkpoints" / f"step-{steps:08d}").is_dir())
 
     def _delete(self, marks: Mapping[str, int], reach: int) -> None:
         for folder, live in zip((self.shards_in, self.copies_in), self.stream.on_disk(marks, reach), strict=True):

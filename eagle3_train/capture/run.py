@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.files import append_line, json_lines
 from eagle3_train.store import (
+    MAY_DIFFER,
     ShardWriter,
     StoreSpec,
+    claim,
+    expect_claim,
     expect_origin,
     finalize,
     holds_target_part,
@@ -33,7 +37,7 @@ from eagle3_train.target import prepare_target, text_config
 from .backend import Backend, open_backend
 from .ends import target_bytes, write_target
 from .passes import announce_rolling, refuse_while_captured
-from .plan import MAY_DIFFER, Job, plan, require_disk
+from .plan import Job, plan, require_disk, state_of
 
 LOG = "capture.jsonl"  # in paths.data: a line a captured shard
 
@@ -48,7 +52,8 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     `mismatched` of the `compared` positions of transcripts the teacher-forced arg max is not the token generated.
 
     Raises:
-        ValueError: no corpus, a store of another spec, a disk too small, states that are not finite.
+        ValueError: no corpus, a store of another spec or that a capture of another one claims, a disk too small, states
+            that are not finite.
     """
     device = resolve_device(cfg.device)
     target = prepare_target(cfg.target, cfg.paths.target)
@@ -68,14 +73,19 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     _announce(cfg, jobs, room, show=rank == 0)
     worker = Worker(cfg, target, device, rank)
     if not cfg.dry_run:
-        for job in (train, *(job for job in jobs if job is not train)):
-            write_origin(job.path, job.origin, keep=job.begun)
-        # By number among all shards, missing or not: workers that start at different times still share without a gap.
-        units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
-        worker.run([(job, shard) for job, shard in units if shard in job.missing], train.spec)
-        for job in jobs:
-            if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
-                finalize(job.path, job.spec, MAY_DIFFER)
+        with ExitStack() as claims:  # before anything is written, and so before the first forward pass
+            stores = [train, *(job for job in jobs if job is not train)]
+            for job in stores:
+                if job.missing:
+                    claims.enter_context(claim(job.path, job.spec, partial(state_of, job.path, job.spec)))
+            for job in stores:
+                write_origin(job.path, job.origin, keep=job.begun)
+            # By number among all shards, missing or not: workers that start at different times share without a gap.
+            units = [(job, shard) for job in jobs for shard in range(job.spec.n_shards)][rank::world]
+            worker.run([(job, shard) for job, shard in units if shard in job.missing], train.spec)
+            for job in jobs:
+                if (job.missing or not job.finished) and not missing_shards(job.path, job.spec.n_shards):
+                    finalize(job.path, job.spec, MAY_DIFFER)
     return _summary(worker.log)
 
 
@@ -139,6 +149,7 @@ class Worker:
         stores: Sequence[tuple[str, StoreSpec]] | None = None,
     ) -> None:
         """Capture one shard and log it. `stores`: where it is written, and how; None: as the job says."""
+        expect_claim(job.path, job.spec)
         started = time.monotonic()
         bar.update(0, note=job.name)
         expected = bar.units + job.tokens(shard) + job.generated(shard)

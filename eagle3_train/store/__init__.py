@@ -2,6 +2,7 @@
 
 from eagle3_train.files import inside
 
+from .claim import claim, expect_claim
 from .counts import token_counts
 from .index import Index
 from .loader import Loader
@@ -10,7 +11,7 @@ from .origin import expect_origin, read_origin, write_origin
 from .plan import BatchPlan, plan_of, prefix_for_tokens, rows_of
 from .reader import Store, concatenate
 from .rolling import Rolling, RollingStore, is_rolling, spec_at, write_rolling
-from .schema import CONVENTION, Sequence, StoreSpec
+from .schema import CONVENTION, MAY_DIFFER, Sequence, StoreSpec
 from .stream import Course, Stream
 from .target import TargetPart, holds_target_part, read_target_part, write_target_part
 from .transform import merge, prune
@@ -19,6 +20,7 @@ from .writer import ShardWriter, check_spec, missing_shards, shard_name, shard_n
 
 __all__ = [
     "CONVENTION",
+    "MAY_DIFFER",
     "BatchPlan",
     "Course",
     "Index",
@@ -35,7 +37,9 @@ __all__ = [
     "Stream",
     "TargetPart",
     "check_spec",
+    "claim",
     "concatenate",
+    "expect_claim",
     "expect_origin",
     "finalize",
     "holds_target_part",

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from .folder import Folder
 from .reader import Store
+from .writer import expect_own
 
 NAME = "token-counts.json"
 
@@ -22,6 +23,7 @@ def token_counts(store: Store) -> np.ndarray:
     for shard in store.manifest.shards:
         with store.folder.open(shard.name) as file:
             parquet = pq.ParquetFile(file, pre_buffer=not store.folder.is_local)
+            expect_own(parquet.metadata, store.spec, store.folder.show(shard.name), store.may_differ)
             for group in range(parquet.num_row_groups):
                 table = parquet.read_row_group(group, ["input_ids", "loss_mask"], use_threads=False)
                 ids, mask = (_values(table[name]) for name in ("input_ids", "loss_mask"))

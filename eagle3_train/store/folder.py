@@ -59,19 +59,22 @@ class Folder:
         with self.open(name) as f:
             return f.read()
 
-    def write(self, name: str, data: bytes) -> None:
-        with self.create(name) as f:
+    def write(self, name: str, data: bytes, exclusive: bool = False) -> None:
+        with self.create(name, exclusive) as f:
             f.write(data)
 
     def remove(self, name: str) -> None:
         self.fs.delete_file(self.path(name))
 
     @contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
+    def create(self, name: str, exclusive: bool = False) -> Iterator[BinaryIO]:
         """A file to write; it appears under `name`, whole and durable, when the block ends without an exception.
 
         Local: a temporary file beside it, fsync, rename, fsync of the folder. Object store: a temporary file on
         this machine, then one upload, since a half-made upload cannot be taken back through every client.
+
+        exclusive: what has the name already keeps it (FileExistsError at the end of the block). Of several processes
+        one gets it, where the file system has hard links (NFS has); elsewhere one looks just before.
         """
         if self.is_local:
             os.makedirs(self.root, exist_ok=True)
@@ -83,8 +86,10 @@ class Folder:
                 yield f
                 if self.is_local:
                     os.fsync(f.fileno())
-                    self._rename(temporary, name)
+                    (self._link if exclusive else self._rename)(temporary, name)
                 else:
+                    if exclusive and self._is_there(name):
+                        raise FileExistsError(self.show(name))
                     self._upload(temporary, name)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -98,12 +103,26 @@ class Folder:
                 raise
         _sync_folder(self.root)
 
+    def _link(self, temporary: str, name: str) -> None:
+        try:
+            os.link(temporary, self.path(name))
+        except OSError as e:
+            if os.path.exists(self.path(name)):
+                raise FileExistsError(self.show(name)) from e
+            if isinstance(e, FileNotFoundError):
+                raise
+            os.replace(temporary, self.path(name))  # no hard links here; whatever else is wrong, it says so too
+        _sync_folder(self.root)
+
+    def _is_there(self, name: str) -> bool:
+        return bool(self.fs.get_file_info(self.path(name)).type == pafs.FileType.File)
+
     def _upload(self, temporary: str, name: str) -> None:
         try:
             with open(temporary, "rb") as source, self.fs.open_output_stream(self.path(name)) as sink:
                 shutil.copyfileobj(source, sink, 16 << 20)
         except BaseException:
-            if self.fs.get_file_info(self.path(name)).type == pafs.FileType.File:
+            if self._is_there(name):
                 self.remove(name)
             raise
 

@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from .claim import NAME as CLAIM
 from .folder import Folder
 from .index import INDEX, INDEX_SCHEMA
-from .schema import CONTENT_KEY, HIDDEN, SCHEMA_VERSION, StoreSpec, typed_fields
+from .schema import CONTENT_KEY, HIDDEN, MAY_DIFFER, SCHEMA_VERSION, StoreSpec, typed_fields
 from .writer import (
     PREFIX,
     check_spec,
@@ -53,6 +54,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     index_bytes: int
     index_checksum: str  # xxh3_128 of the file
+    may_differ: tuple[str, ...] = MAY_DIFFER  # fields of the spec in which shards may differ from it
 
     @property
     def rows(self) -> int:
@@ -79,6 +81,7 @@ class Manifest:
             "supervised_tokens": self.supervised_tokens,
             "bytes": self.bytes,
             "spec": {k: v for k, v in self.spec.to_json().items() if k != "schema_version"},
+            "may_differ": list(self.may_differ),
             "index": {"bytes": self.index_bytes, "checksum": self.index_checksum},
             "shards": [asdict(s) for s in self.shards],
         }
@@ -94,7 +97,9 @@ class Manifest:
             value = json.loads(folder.read(MANIFEST))
             spec = StoreSpec.from_json({**value["spec"], "schema_version": value["schema_version"]}, where)
             shards = tuple(ShardEntry(**typed_fields(ShardEntry, s)) for s in value["shards"])
-            return cls(value["fingerprint"], spec, shards, value["index"]["bytes"], value["index"]["checksum"])
+            allowed = tuple(value.get("may_differ", MAY_DIFFER))  # which the first versions did not write
+            index = value["index"]
+            return cls(value["fingerprint"], spec, shards, index["bytes"], index["checksum"], allowed)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as e:
             raise ValueError(
                 f"{where} is damaged ({e!r}): delete it and write it again with: eagle3 store finalize {folder.uri}"
@@ -149,6 +154,7 @@ def finalize(path: str | Path, spec: StoreSpec, allow: Iterable[str] = ()) -> Ma
         tuple(entries),
         len(data),
         xxhash.xxh3_128_hexdigest(data),
+        tuple(sorted({*MAY_DIFFER, *allow})),
     )
     text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     for name, content in ((INDEX, data), (MANIFEST, text.encode())):  # the manifest last
@@ -156,7 +162,8 @@ def finalize(path: str | Path, spec: StoreSpec, allow: Iterable[str] = ()) -> Ma
             folder.write(name, content)
     if ROLLING in folder.sizes():
         folder.remove(ROLLING)  # it rolls no more
-    folder.remove_temporaries("shard-")
+    for prefix in ("shard-", CLAIM):
+        folder.remove_temporaries(prefix)
     return manifest
 
 

@@ -21,9 +21,9 @@ from .folder import Folder, RangeReader
 from .index import Index
 from .manifest import Manifest, ShardEntry
 from .plan import BatchPlan
-from .schema import HIDDEN, SCALE, Sequence, StoreSpec, arrow_schema
+from .schema import HIDDEN, MAY_DIFFER, SCALE, Sequence, StoreSpec, arrow_schema
 from .verify import Problem, id_problems, verify
-from .writer import PREFIX, remedy
+from .writer import PREFIX, expect_own, read_footer, remedy
 
 CACHED_COLUMN_BYTES = 128 << 20  # small columns of recently read row groups
 RUN = 16  # neighbouring row groups whose small columns are read at once: some hundred KiB beside half a GiB of states
@@ -42,6 +42,7 @@ class Store:
     """
 
     manifest: Manifest  # not of a rolling store
+    may_differ: tuple[str, ...] = MAY_DIFFER  # fields of the spec in which shards may differ from it
 
     def __init__(self, folder: Folder, spec: StoreSpec, fingerprint: str, index: Index) -> None:
         self.folder, self.spec, self.fingerprint, self.index = folder, spec, fingerprint, index
@@ -55,7 +56,7 @@ class Store:
         folder = Folder(path)
         manifest = Manifest.read(folder)
         store = cls(folder, manifest.spec, manifest.fingerprint, Index(folder, manifest.rows))
-        store.manifest = manifest
+        store.manifest, store.may_differ = manifest, manifest.may_differ
         return store
 
     def __len__(self) -> int:
@@ -104,6 +105,19 @@ class Store:
                 f"{'; '.join(shown)}{more}: {remove}run eagle3 capture again (of a study: eagle3 study retry capture), "
                 "which redoes these alone"
             )
+        return self
+
+    def require_own(self) -> Store:
+        """Compare the spec of each shard that is there with the manifest's: a footer read a shard.
+
+        ValueError names one that another capture wrote, or that is no whole file. Reading does the same as it comes to
+        a shard.
+        """
+        present = self.folder.sizes()
+        for name in (s.name for s in self.manifest.shards if s.name in present):
+            with self.folder.open(name) as f:
+                where = self.folder.show(name)
+                expect_own(read_footer(f, where), self.spec, where, self.may_differ)
         return self
 
     def __getitem__(self, row: int) -> Sequence:
@@ -188,7 +202,12 @@ class Store:
         return index.shard[rows], index.row_group[rows], index.row[rows], index.offset[rows]
 
     def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self.manifest.shards[number], number)
+        return self._open(self.manifest.shards[number], number)
+
+    def _open(self, entry: ShardEntry, number: int) -> _Shard:
+        shard = _Shard(self.folder, entry, number)
+        expect_own(shard.metadata, self.spec, shard.where, self.may_differ)
+        return shard
 
     def read_step(
         self, plan: BatchPlan, step: int, rank: int, world: int, readers: Executor | None, cancelled: Callable[[], bool]
@@ -253,8 +272,12 @@ class _Shard:
         self._parquet = pq.ParquetFile(file, pre_buffer=not folder.is_local)
         self._lock = threading.Lock()  # a Parquet reader is not for two threads at once
 
+    @property
+    def metadata(self) -> pq.FileMetaData:
+        return self._parquet.metadata
+
     def run(self, number: int, columns: list[str]) -> _Run:
-        metadata = self._parquet.metadata
+        metadata = self.metadata
         groups = range(number * RUN, min((number + 1) * RUN, metadata.num_row_groups))
         rows = [metadata.row_group(g).num_rows for g in groups]
         with self._lock:

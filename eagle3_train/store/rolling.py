@@ -29,13 +29,12 @@ from .index import INDEX, Index
 from .manifest import MANIFEST, ROLLING, Manifest, ShardEntry, parquet_bytes, read_shard, rows_digest
 from .plan import BatchPlan
 from .reader import Store, _Shard
-from .schema import SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
+from .schema import MAY_DIFFER, SCHEMA_VERSION, Sequence, StoreSpec, arrow_schema
 from .signs import READERS, WORKERS, Sign, Watch, read_signs
 from .stream import Course, shards_of, within
 from .writer import MAX_ROW_GROUP_ROWS, remedy, shard_rows
 
 KEPT = "kept"
-MAY_DIFFER = ("generator",)  # a shard that another version of the code wrote is a shard of this store
 POLL_S, REMOTE_POLL_S = 0.05, 1.0  # between tries to open a shard
 LOOK_S = 5.0  # between looks at what the workers say
 
@@ -143,7 +142,7 @@ class RollingStore(Store):
         super().__init__(folder, rolling.spec, rolling.fingerprint, index)
         self._entries: dict[int, tuple[ShardEntry, pa.Table]] = {}
         self._later = self  # where the rows of later epochs are read
-        self._run = ""
+        self._run = self._session = ""
         self._course: Course | None = None
         self._sign: Sign | None = None
         self._last_use = 0  # that any step has asked for
@@ -179,7 +178,7 @@ class RollingStore(Store):
         return self  # nothing of it need be there
 
     def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
-        self._run, self._course = run, Course(plan, len(self), self.spec.n_shards)
+        self._run, self._course, self._session = run, Course(plan, len(self), self.spec.n_shards), session
         self._watch.quiet = not is_main
         if is_main:
             facts = {"session": session, "mark": self._course.mark(step), "step": step, "ended": False}
@@ -205,7 +204,9 @@ class RollingStore(Store):
             self._sign.say(mark=self._course.mark(step), step=step)
 
     def finished(self, run: str, session: str) -> None:
-        sign = self._sign or Sign(self.folder, READERS, run, session=session, mark=0, step=0, doing="ending")
+        sign = self._sign or Sign(
+            self.folder, READERS, run, session=session, mark=0, step=0, ended=True, doing="finished"
+        )
         sign.close(ended=True, doing="finished")
         self._sign = None
 
@@ -255,8 +256,12 @@ class RollingStore(Store):
                 worker = str(missing[0] % world)
                 if worker in workers:
                     self._expect_to_be_served(workers[worker], beats.setdefault(worker, workers[worker]["beat"]))
-                self._watch.look(workers, [worker], what)
+                self._watch.look(workers, [worker], what, [worker] if self._has_ended(workers.get(worker)) else [])
             time.sleep(POLL_S if self.folder.is_local else REMOTE_POLL_S)
+
+    def _has_ended(self, worker: Mapping[str, Any] | None) -> bool:
+        """By its own word; not one of an earlier session, whose successor is to come."""
+        return worker is not None and worker["ended"] and self._session in ("", worker["owner"])
 
     def _expect_to_be_served(self, worker: Mapping[str, Any], beat: int) -> None:
         """ValueError where a worker that lives (its sign is newer than `beat`) captures for other runs alone."""
@@ -301,4 +306,4 @@ class RollingStore(Store):
         return shards, *places
 
     def _open_shard(self, number: int) -> _Shard:
-        return _Shard(self.folder, self._entries[number][0], number)
+        return self._open(self._entries[number][0], number)

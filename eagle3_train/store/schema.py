@@ -25,6 +25,7 @@ HIDDEN, SCALE = "hidden_states", "hidden_scale"
 MAX_ROW_BYTES = 2**31 - 2**20
 # Not in the fingerprint: none of them changes what a sequence holds.
 LAYOUT_FIELDS = ("n_shards", "row_group_mib", "generator")
+MAY_DIFFER = ("generator",)  # within a store: a shard that another version of the code wrote is a shard of this capture
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,12 @@ BEAT_S = 5.0  # between signs of life
 SILENT_S = 40.0  # without one, a process is named; with BEAT_S and a look now and then, within a minute
 REPEAT_S = 50.0  # the same for one that lives and does not move
 READERS, WORKERS = "readers", "workers"
+# What each side's file says, and in which JSON type: one with less is damaged.
+COMMON: dict[str, Any] = {"host": str, "pid": int, "generation": int, "beat": int, "doing": str, "ended": bool}
+KEYS: dict[str, dict[str, Any]] = {
+    READERS: {**COMMON, "session": str, "mark": int, "step": int},
+    WORKERS: {**COMMON, "owner": str, "world": int, "runs": list, "claim": int | None},
+}
 
 
 class Sign:
@@ -74,8 +80,8 @@ class Sign:
     def _newest_generation(self) -> int:
         """Of the processes that have had the name, one after the other; 0 where none is known."""
         with suppress(_Damaged):
-            there = _read(self._folder.child(self._kind), f"{self._name}.json")
-            return there.get("generation", 0) if there else 0
+            there = _read(self._folder, self._kind, self._name)
+            return there["generation"] if there else 0
         return 0
 
     def _beat(self) -> None:
@@ -92,7 +98,7 @@ def read_sign(folder: Folder, kind: str, name: str) -> dict[str, Any] | None:
     """
     for _ in range(3):
         with suppress(_Damaged):
-            return _read(folder.child(kind), f"{name}.json")
+            return _read(folder, kind, name)
         time.sleep(BEAT_S)
     where = folder.child(kind).show(f"{name}.json")
     raise ValueError(
@@ -102,12 +108,13 @@ def read_sign(folder: Folder, kind: str, name: str) -> dict[str, Any] | None:
 
 def read_signs(folder: Folder, kind: str) -> dict[str, dict[str, Any]]:
     """Name -> what its file says, of all that can be read."""
-    found, inside = {}, folder.child(kind)
-    for file in inside.sizes():
+    found = {}
+    for file in folder.child(kind).sizes():
         if file.endswith(".json") and not file.startswith("."):
+            name = file.removesuffix(".json")
             with suppress(_Damaged):
-                if (sign := _read(inside, file)) is not None:
-                    found[file.removesuffix(".json")] = sign
+                if (sign := _read(folder, kind, name)) is not None:
+                    found[name] = sign
     return found
 
 
@@ -115,9 +122,9 @@ class _Damaged(Exception):
     pass
 
 
-def _read(inside: Folder, file: str) -> dict[str, Any] | None:
+def _read(folder: Folder, kind: str, name: str) -> dict[str, Any] | None:
     try:
-        sign = json.loads(inside.read(file))
+        sign = json.loads(folder.child(kind).read(f"{name}.json"))
     except FileNotFoundError:
         return None
     except ValueError as e:
@@ -126,7 +133,7 @@ def _read(inside: Folder, file: str) -> dict[str, Any] | None:
         if e.errno == errno.ESTALE:  # NFS: replaced while it was read
             raise _Damaged from e
         raise
-    if not isinstance(sign, dict) or "beat" not in sign:
+    if not isinstance(sign, dict) or not all(k in sign and isinstance(sign[k], t) for k, t in KEYS[kind].items()):
         raise _Damaged
     return sign
 
@@ -147,7 +154,7 @@ def living(folder: Folder, kind: str, names: Sequence[str]) -> list[str]:
 
 def _is_dead(sign: Mapping[str, Any]) -> bool:
     """Known to be dead: ended by its own word, or no process of this machine."""
-    if sign.get("ended"):
+    if sign["ended"]:
         return True
     if sign["host"] != socket.gethostname():
         return False
@@ -181,8 +188,13 @@ class Watch:
         self._since = self._said = time.monotonic()
         self._named = set()
 
-    def look(self, signs: Mapping[str, Mapping[str, Any]], needed: Sequence[str], what: str) -> None:
-        """Once in a while during the waiting. TimeoutError where one of `needed` has been silent for too long."""
+    def look(
+        self, signs: Mapping[str, Mapping[str, Any]], needed: Sequence[str], what: str, gone: Collection[str] = ()
+    ) -> None:
+        """Once in a while during the waiting. TimeoutError where one of `needed` has been silent for too long.
+
+        gone: those of `needed` that have ended by their own word, and are named at once.
+        """
         now = time.monotonic()
         for name in needed:
             beat = signs[name]["beat"] if name in signs else None
@@ -190,20 +202,23 @@ class Watch:
                 self._seen[name] = (beat, now)
         silent = {name: now - max(self._seen[name][1], self._since) for name in needed}
         silent = {name: seconds for name, seconds in silent.items() if seconds > SILENT_S}
-        if silent.keys() <= self._named and now - self._said < REPEAT_S:
+        to_name = {*silent, *gone}
+        if to_name <= self._named and now - self._said < REPEAT_S:
             return
-        lines = [self._describe(name, signs.get(name), silent.get(name)) for name in needed]
+        lines = [self._describe(name, signs.get(name), silent.get(name), name in gone) for name in needed]
         text = f"{what} for {duration(now - self._since)}: {'; '.join(lines)}"
         if silent and max(silent.values()) > self.limit_s:
             raise TimeoutError(f"{text}. {self.remedy}")
-        self._named, self._said = self._named | silent.keys(), now
+        self._named, self._said = self._named | to_name, now
         if not self.quiet:
-            say(text)
+            say(f"{text}. {self.remedy}" if gone else text)
 
-    def _describe(self, name: str, sign: Mapping[str, Any] | None, silent_s: float | None) -> str:
+    def _describe(self, name: str, sign: Mapping[str, Any] | None, silent_s: float | None, is_gone: bool) -> str:
         if sign is None:
             return f"{self.noun} {name} has not shown up"
         who = f"{self.noun} {name} (process {sign['pid']} on {sign['host']})"
+        if is_gone:
+            return f"{who} has ended, its last: {sign['doing']}"
         if silent_s is not None:
             return f"{who} has given no sign of life for {duration(silent_s)}; its last: {sign['doing']}"
         return f"{who} is {sign['doing']}"

@@ -13,9 +13,9 @@ import xxhash
 
 from .folder import Folder
 from .index import INDEX
-from .manifest import ShardEntry
+from .manifest import Manifest, ShardEntry
 from .schema import CONTENT_KEY, Sequence, StoreSpec
-from .writer import check_spec, read_footer, remedy, spec_of
+from .writer import expect_own, read_footer, remedy
 
 if TYPE_CHECKING:
     from .reader import Store
@@ -51,7 +51,7 @@ def verify(store: Store, progress: Callable[[int], None] = lambda n_bytes: None)
     first = 0
     for entry in manifest.shards:
         where = folder.show(entry.name)
-        what = _file_problem(folder, entry, manifest.spec, sizes.get(entry.name))
+        what = _file_problem(folder, entry, manifest, sizes.get(entry.name))
         if what is not None:
             yield Problem(where, what, remedy(where) if entry.name in sizes else "eagle3 capture")
         else:
@@ -60,7 +60,7 @@ def verify(store: Store, progress: Callable[[int], None] = lambda n_bytes: None)
         progress(entry.bytes)
 
 
-def _file_problem(folder: Folder, entry: ShardEntry, spec: StoreSpec, size: int | None) -> str | None:
+def _file_problem(folder: Folder, entry: ShardEntry, manifest: Manifest, size: int | None) -> str | None:
     """What is wrong with a shard as a file, or None."""
     if size is None:
         return "is missing"
@@ -77,7 +77,7 @@ def _file_problem(folder: Folder, entry: ShardEntry, spec: StoreSpec, size: int 
         # Damaged, or a whole shard that another capture wrote? Its own footer knows.
         try:
             metadata = read_footer(f, where)
-            check_spec(spec_of(metadata, where), spec, where)
+            expect_own(metadata, manifest.spec, where, manifest.may_differ)
         except ValueError as e:
             return str(e).removeprefix(f"{where} ").split(": delete it")[0]
         own = json.loads(metadata.metadata[CONTENT_KEY])

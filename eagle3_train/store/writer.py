@@ -19,7 +19,17 @@ import xxhash
 
 from .codec import DTYPES, encode, problem
 from .folder import Folder
-from .schema import CONTENT_KEY, HIDDEN, MAX_ROW_BYTES, SCALE, SPEC_KEY, Sequence, StoreSpec, arrow_schema
+from .schema import (
+    CONTENT_KEY,
+    HIDDEN,
+    MAX_ROW_BYTES,
+    MAY_DIFFER,
+    SCALE,
+    SPEC_KEY,
+    Sequence,
+    StoreSpec,
+    arrow_schema,
+)
 
 MAX_ROW_GROUP_ROWS = 8192  # Arrow begins a new page after 20,000 rows, and a row group must stay one page
 WRITE_BACK_BYTES = 1 << 20
@@ -77,8 +87,18 @@ def spec_of(metadata: pq.FileMetaData, where: str) -> StoreSpec:
 
 
 def check_spec(found: StoreSpec, wanted: StoreSpec, where: str, allow: Iterable[str] = ()) -> None:
+    """ValueError where what a capture finds is another one's: it is worth as much as what would take its place."""
     if differences := found.differences(wanted, tuple(allow)):
-        raise ValueError(f"{where} was captured under another spec ({'; '.join(differences)}): {remedy(where)}")
+        raise ValueError(
+            f"{where} was captured under another spec ({'; '.join(differences)}). Keep it: run eagle3 capture with "
+            "paths.store=FOLDER (or study.name=NAME) for another store, or with the configuration of this one"
+        )
+
+
+def expect_own(metadata: pq.FileMetaData, spec: StoreSpec, where: str, allow: Iterable[str]) -> None:
+    """ValueError where a shard, of this footer, is not of the finished store that it lies in, which is of `spec`."""
+    if differences := spec_of(metadata, where).differences(spec, tuple(allow)):
+        raise ValueError(f"{where} is of another capture than its store ({'; '.join(differences)}): {remedy(where)}")
 
 
 def remedy(where: str) -> str:
@@ -104,7 +124,8 @@ class ShardWriter:
     """Context manager that writes one shard of a store; the shard appears when the block ends without an exception.
 
     Sequences are added in the global order, exactly `shard_rows(...)` many. Memory: twice a row group. Any number of
-    processes may write any shards at once, even the same one: it is then written twice, with equal bytes.
+    processes may write any shards at once, even the same one: the first that ends gives it its name. ValueError where
+    that was one of another spec.
     """
 
     def __init__(self, path: str | Path, shard: int, spec: StoreSpec) -> None:
@@ -122,7 +143,7 @@ class ShardWriter:
         self._stack = ExitStack()
 
     def __enter__(self) -> ShardWriter:
-        self._sink = _HashingSink(self._stack.enter_context(self._folder.create(self.name)))
+        self._sink = _HashingSink(self._stack.enter_context(self._folder.create(self.name, exclusive=True)))
         self._parquet = pq.ParquetWriter(
             self._sink,
             self._schema,
@@ -138,8 +159,11 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            with self._stack:
-                self._finish()
+            try:
+                with self._stack:
+                    self._finish()
+            except FileExistsError:
+                check_spec(read_spec(self._folder, self.name), self.spec, self._folder.show(self.name), MAY_DIFFER)
         else:  # `Folder.create` is handed the exception and removes the unfinished file
             self._stack.__exit__(kind, error, trace)
 

@@ -4,6 +4,7 @@ target is a stand-in that makes states of ids."""
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT
 from eagle3_train.store.signs import READERS, WORKERS, Sign, read_sign
 from tests.capture.test_capture import study, write_chats
+from tests.store.helpers import of_reader, of_worker
 
 KEYS = (
     "corpus.sequences=40", "data.base_sequences=40", "capture.shards=20", "data.window=6", "train.batch_tokens=160",
@@ -214,7 +216,7 @@ def test_room_that_another_worker_fills_for_a_run_that_was_given_up_is_not_given
     marks = {cfg.point_name: 0}
     roller.cap = sum(roller.rolling.shard_bytes[:6])
     assert roller._reach(marks) == 5
-    other = {"host": "h", "pid": 1, "beat": 1, "world": 2, "owner": roller.owner}
+    other = of_worker(world=2, owner=roller.owner)
 
     def claim(shard: int | None, **changes: Any) -> int:
         text = json.dumps(other | {"claim": shard} | changes)
@@ -266,7 +268,7 @@ def test_workers_that_would_disturb_those_that_are_there_are_refused(
 @pytest.mark.usefixtures("hurried")
 def test_what_workers_that_are_gone_have_left_is_removed(cfg: Config) -> None:
     roller = make_roller(cfg, rank=1, world=2)
-    left = {name: {"host": "gone", "pid": 1, "beat": 1, "world": 4} for name in ("0", "1", "3")}
+    left = {name: of_worker(host="gone", world=4) for name in ("0", "1", "3")}
     for name, sign in left.items():
         roller.shards_in.child(WORKERS).write(f"{name}.json", json.dumps(sign).encode())
     store = Path(cfg.paths.store)
@@ -282,7 +284,7 @@ def test_a_run_that_is_silent_is_named_and_given_up_in_the_end(cfg: Config, caps
     cfg.store.silent_minutes = 0.9 / 60
     roller = make_roller(cfg)
     roller.cap = sum(roller.rolling.shard_bytes[:6])
-    text = '{"host": "h", "pid": 5, "beat": 3, "mark": 0, "ended": false, "session": "", "doing": "at step 3"}'
+    text = json.dumps(of_reader(host="h", pid=5, mark=0))
     roller.shards_in.child(READERS).write(f"{cfg.point_name}.json", text.encode())
     words = f"waiting for room.*: run {cfg.point_name} .process 5 on h. has given no sign of life.*at step 3.*Start it"
     with pytest.raises(TimeoutError, match=words):
@@ -292,6 +294,62 @@ def test_a_run_that_is_silent_is_named_and_given_up_in_the_end(cfg: Config, caps
     sign = read_sign(roller.shards_in, WORKERS, "0")
     assert sign
     assert (sign["ended"], sign["doing"], sign["claim"]) == (True, "ended by TimeoutError", None)
+
+
+def test_the_end_of_a_run_whose_results_were_removed_is_not_believed(cfg: Config) -> None:
+    name, sign = cfg.point_name, of_reader(mark=7, ended=True)
+    signs_in = Folder(cfg.paths.store).child(READERS)
+
+    def mark(*, result: dict[str, Any] | None, at_step: int | None, **changes: Any) -> int:
+        """Of a worker that begins with these in the point's folder."""
+        shutil.rmtree(cfg.point_dir, ignore_errors=True)
+        signs_in.write(f"{name}.json", json.dumps(sign | changes).encode())
+        if result is not None:
+            write_json(cfg.point_dir / "train.json", result)
+        if at_step is not None:
+            (cfg.point_dir / "checkpoints" / f"step-{at_step:08d}").mkdir(parents=True)
+        return make_roller(cfg)._marks()[name]
+
+    end = make_roller(cfg).stream.courses[name].end
+    assert mark(result={"steps": 9}, at_step=9) == end > 0
+    assert mark(result={"steps": 0}, at_step=None) == end  # nothing to train
+    assert mark(result=None, at_step=9) == mark(result={"steps": 9}, at_step=8) == mark(result={}, at_step=9) == 0
+    assert mark(result=None, at_step=None, ended=False) == 7
+    roller = make_roller(cfg)
+    for changes, found in (({}, 7), ({"ended": True}, end)):  # of now: wherever its results are
+        signs_in.write(f"{name}.json", json.dumps(sign | {"generation": 2, "ended": False} | changes).encode())
+        assert roller._marks()[name] == found
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_sign_of_a_run_that_lacks_something_is_named(cfg: Config) -> None:
+    Folder(cfg.paths.store).child(READERS).write(f"{cfg.point_name}.json", b'{"beat": 3}')
+    with pytest.raises(ValueError, match=r"readers/.*\.json is damaged: delete it"):
+        make_roller(cfg).run()
+
+
+def test_a_worker_whose_unfinished_shard_another_of_its_number_has_removed_says_so(
+    cfg: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roller, is_replaced = make_roller(cfg), True
+
+    class Stopped(StandIn):
+        """Meanwhile it seems dead, and another takes its number."""
+
+        def sequences(self, job: Any, rows: Any, progress: Any) -> Iterator[Sequence]:
+            yield from super().sequences(job, rows, progress)
+            roller.shards_in.remove_temporaries("shard-")
+            if is_replaced:
+                text = json.dumps(of_worker(generation=2, owner=roller.owner))
+                roller.shards_in.child(WORKERS).write("0.json", text.encode())
+
+    monkeypatch.setattr("eagle3_train.capture.rolling.open_backend", lambda *args: Stopped())
+    with pytest.raises(ValueError, match="worker 0 seemed dead, and another process has its number now"):
+        roller.run()
+    (Path(cfg.paths.store) / WORKERS / "0.json").unlink()
+    is_replaced = False
+    with pytest.raises(FileNotFoundError):
+        roller.run()
 
 
 def test_workers_other_than_the_first_do_not_read_the_corpus(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:

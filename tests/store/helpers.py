@@ -23,6 +23,10 @@ from eagle3_train.store import (
 )
 
 VOCAB = 1000
+# What the sign of a capture worker says, besides which process it is.
+WORKER_FACTS: dict[str, Any] = {
+    "doing": "capturing", "ended": False, "owner": "a study", "world": 1, "runs": [], "claim": None,
+}  # fmt: skip
 
 
 def make_spec(**changes: Any) -> StoreSpec:
@@ -97,3 +101,14 @@ def write_shard(path: str | Path, spec: StoreSpec, shard: int) -> None:
     with ShardWriter(path, shard, spec) as writer:
         for row in shard_rows(spec.n_rows, spec.n_shards, shard):
             writer.add(make_sequence(spec, row))
+
+
+def of_worker(**changes: Any) -> dict[str, Any]:
+    """The sign of a capture worker elsewhere."""
+    return WORKER_FACTS | {"host": "elsewhere", "pid": 1, "generation": 1, "beat": 7} | changes
+
+
+def of_reader(**changes: Any) -> dict[str, Any]:
+    """The sign of a training run elsewhere."""
+    who = {"host": "elsewhere", "pid": 1, "generation": 1, "beat": 1}
+    return who | {"doing": "at step 3", "ended": False, "session": "", "mark": 4, "step": 3} | changes

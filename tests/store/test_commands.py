@@ -11,7 +11,7 @@ from eagle3_train.store.commands import main
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.signs import WORKERS, Sign
 
-from .helpers import announce, capture, make_sequence, make_spec, make_store, write_shard
+from .helpers import WORKER_FACTS, announce, capture, make_sequence, make_spec, make_store, write_shard
 
 
 def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,7 @@ def test_what_a_rolling_store_is_said_to_be(tmp_path: Path, capsys: pytest.Captu
     spec = make_spec()
     rolling = announce(tmp_path, spec)
     write_shard(tmp_path, spec, 2)
-    Sign(Folder(tmp_path), WORKERS, "0", doing="capturing shard 3").close()
+    Sign(Folder(tmp_path), WORKERS, "0", **WORKER_FACTS | {"doing": "capturing shard 3"}).close()
     assert main(["info", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for words in (

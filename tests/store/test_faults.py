@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_train.store import ShardWriter, Store, StoreSpec, finalize, missing_shards, shard_name, shard_rows
+from eagle3_train.store import (
+    ShardWriter,
+    Store,
+    StoreSpec,
+    finalize,
+    missing_shards,
+    shard_name,
+    shard_rows,
+    token_counts,
+)
 
 from . import helpers
 from .helpers import capture, make_sequence, make_spec, make_store
@@ -90,6 +99,41 @@ def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
         for row in rows[1:]:
             first.add(row)
     assert files(tmp_path) == {shard_name(0, 4): before}
+
+
+def test_a_shard_of_another_spec_is_never_replaced(tmp_path: Path) -> None:
+    """Whoever ends first; one of another version of the code is the same."""
+    spec, other = make_spec(), make_spec(target_hash="t1")
+
+    def write(spec: StoreSpec) -> bytes:
+        with ShardWriter(tmp_path, 0, spec) as writer:
+            for row in shard_rows(23, 4, 0):
+                writer.add(make_sequence(spec, row))
+        return files(tmp_path)[shard_name(0, 4)]
+
+    before = write(spec)
+    with pytest.raises(ValueError, match=r"shard-00000.*target_hash: 't0', not 't1'.*Keep it: .*paths\.store=FOLDER"):
+        write(other)
+    assert write(make_spec(generator="v2")) == before
+    assert files(tmp_path) == {shard_name(0, 4): before}
+
+
+def test_a_shard_of_another_capture_than_its_store_is_not_read(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    make_store(tmp_path / "other", target_hash="t1")
+    (tmp_path / "other" / shard_name(1, 4)).replace(tmp_path / shard_name(1, 4))
+    store = Store.open(tmp_path)
+    words = r"shard-00001.* is of another capture than its store \(target_hash: 't1', not 't0'\): delete it and run"
+    for read in (lambda: store[8], lambda: token_counts(store), store.require_own):
+        with pytest.raises(ValueError, match=words):
+            read()
+    assert store[0].n_tokens
+
+
+def test_what_shards_were_allowed_to_differ_in_stays_allowed(tmp_path: Path) -> None:
+    capture(tmp_path, make_spec(target="a"))
+    finalize(tmp_path, make_spec(target="b"), allow=("target",))
+    assert Store.open(tmp_path)[0].n_tokens
 
 
 def test_half_captured_store_says_which_shards_are_missing(tmp_path: Path) -> None:

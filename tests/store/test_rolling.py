@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT, kept_spec
 from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_signs
 
-from .helpers import announce, make_sequence, make_spec, make_store, write_shard
+from .helpers import WORKER_FACTS, announce, make_sequence, make_spec, make_store, of_worker, write_shard
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -190,9 +191,8 @@ def test_a_side_that_is_silent_is_named_and_given_up_in_the_end(
 ) -> None:
     announce(tmp_path, make_spec())
     if worker:
-        Folder(tmp_path).child(WORKERS).write(
-            "0.json", f'{{"host": "h", "pid": 5, "beat": 3, "world": 1, "doing": "{worker["doing"]}"}}'.encode()
-        )
+        sign = of_worker(host="h", pid=5, runs=["run"], **worker)
+        Folder(tmp_path).child(WORKERS).write("0.json", json.dumps(sign).encode())
     with pytest.raises(TimeoutError, match=f"waiting for shard . for 1s: .*{words}.*eagle3 roll"):
         wait_for_shards(tmp_path, 0.9)
     assert "waiting for shard" in capsys.readouterr().out  # long before
@@ -201,8 +201,7 @@ def test_a_side_that_is_silent_is_named_and_given_up_in_the_end(
 @pytest.mark.usefixtures("hurried")
 def test_a_run_for_which_nobody_captures_is_told_so(tmp_path: Path) -> None:
     announce(tmp_path, make_spec())
-    facts = {"world": 1, "ended": False, "doing": "capturing shard 9"}
-    sign = Sign(Folder(tmp_path), WORKERS, "0", runs=["x8-s0"], **facts)
+    sign = Sign(Folder(tmp_path), WORKERS, "0", **WORKER_FACTS | {"runs": ["x8-s0"]})
     try:
         with pytest.raises(ValueError, match=r"is captured for x8-s0, and not for run: .*eagle3 roll with the same"):
             wait_for_shards(tmp_path, 60)
@@ -216,11 +215,42 @@ def test_a_run_for_which_nobody_captures_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("session", "owner", "is_told"), [("", "a study", True), ("1-b", "1-b", True), ("1-b", "0-a", False)]
+)
+def test_a_worker_that_has_ended_is_named_at_once_with_how_to_start_it(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    session: str,
+    owner: str,
+    is_told: bool,
+) -> None:
+    """But for one of an earlier session, in whose place another is about to come."""
+    monkeypatch.setattr(signs_module, "SILENT_S", 1e9)
+    monkeypatch.setattr(signs_module, "REPEAT_S", 1e9)
+    spec = make_spec()
+    announce(tmp_path, spec)
+    sign = of_worker(ended=True, doing="ended by KeyError", owner=owner)
+    Folder(tmp_path).child(WORKERS).write("0.json", json.dumps(sign).encode())
+    store = RollingStore.open(tmp_path)
+    plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 400, epochs=1)
+    store.follow("run", plan, 0, session, is_main=True)
+    threading.Timer(0.3, lambda: [write_shard(tmp_path, spec, shard) for shard in range(spec.n_shards)]).start()
+    steps(store, plan)  # goes on when one captures
+    said = " ".join(capsys.readouterr().out.split())
+    words = (
+        "capture worker 0 (process 1 on elsewhere) has ended, its last: ended by KeyError. Start the workers (eagle3"
+    )
+    assert (said.count(words) == 1) if is_told else (said == "")
+
+
+@pytest.mark.usefixtures("hurried")
 def test_one_that_lives_and_does_not_move_is_named_and_not_given_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = Watch("run", 0.5, "remedy")
-    sign = Sign(Folder(tmp_path), READERS, "slow", doing="at step 3")
+    sign = Sign(Folder(tmp_path), READERS, "slow", doing="at step 3", ended=False, session="", mark=0, step=3)
     watch.begin()
     until = time.monotonic() + 1.2
     while time.monotonic() < until:
