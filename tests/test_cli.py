@@ -238,3 +238,29 @@ finally:
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+
+
+def test_a_process_of_a_launcher_ends_without_tearing_down_its_heap() -> None:
+    """Which takes seconds with torch in it, while the launcher waits; what was registered for the exit still runs."""
+    script = """if True:
+        import atexit
+        from eagle3_train import cli
+        class Heavy:
+            def __del__(self):
+                print("torn down", flush=True)
+        def dispatch(arguments):
+            atexit.register(print, "registered")
+            global kept
+            kept = Heavy()
+            kept.itself = kept
+            print("unflushed")
+            return 3
+        cli._dispatch = dispatch
+        cli.main([])
+    """
+    for supervised, out in (("1", "unflushed\nregistered\n"), ("", "unflushed\nregistered\ntorn down\n")):
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | ({cli.SUPERVISED: supervised} if supervised else {})
+        with subprocess.Popen([sys.executable, "-c", script], env=env, stdin=-1, stdout=-1, text=True) as child:
+            assert child.stdout
+            assert child.stdout.read() == out
+            assert child.wait(60) == 3  # before its standard input is closed, which would end it
