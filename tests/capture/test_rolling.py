@@ -291,7 +291,7 @@ def test_a_run_that_is_silent_is_named_and_given_up_in_the_end(cfg: Config, caps
     assert sum(path.stat().st_size for path in Path(cfg.paths.store).glob("shard*")) <= roller.cap
     sign = read_sign(roller.shards_in, WORKERS, "0")
     assert sign
-    assert (sign["ended"], sign["doing"], sign["claim"]) == (True, "ended by TimeoutError", None)
+    assert (sign["ended"], sign["doing"], sign["claim"]) == (True, "ended: TimeoutError", None)
 
 
 def test_workers_other_than_the_first_do_not_read_the_corpus(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,8 @@ def test_points_share_the_passes_of_workers_that_run_beside_them(tmp_path: Path,
     assert "store.cap_gib=0.0001 is too small for eagle3-x1-s0" in refused
     assert not (folder / "store").exists()
     out = study(tmp_path, tiny_target, "store.cap_gib=0.0008")
-    assert "passes 1 of 1: eagle3-x1-s0" in out
+    assert "group 1 of 1: eagle3-x1-s0" in out
+    assert " share their passes: " in out
     assert out.count("started again") == 0
     assert "rolling: capture waited" in out
     assert "threads" in out.partition("rolling: ")[2] or "both wait" in out  # by how fast this machine is
@@ -259,3 +260,20 @@ def test_the_plan_tells_what_either_way_to_feed_later_epochs_costs(tmp_path: Pat
     assert "rolling: at most 1 GiB of the hidden states at a time" in text
     assert "store.later_epochs=fp8 (chosen): " in text
     assert "store.later_epochs=recapture: " in text
+    assert "up to 4 points share their passes" in text
+    assert "will be refused" not in text
+
+
+@pytest.mark.parametrize(("cap_gib", "is_warned"), [(0.0087, True), (0.0089, False)])
+def test_a_cap_below_two_windows_is_said_before_anything_is_prepared(
+    tmp_path: Path, cap_gib: float, is_warned: bool
+) -> None:
+    """Two windows of 8 sequences of 128 tokens of 4 x 576 x 2 bytes: 9.0 MiB, or 0.00879 GiB."""
+    sizes = "hidden_size: 576, intermediate_size: 1536, num_hidden_layers: 30, vocab_size: 49152"
+    shape = f"target.shape={{{sizes}, num_attention_heads: 9}}"
+    rolls = ["data.scale=2", "seed=0", "store.mode=rolling", f"store.cap_gib={cap_gib}", "data.window=8"]
+    lengths = ["corpus.max_length=128", "plan.tokens_per_sequence=364", f"paths.outputs={tmp_path}"]
+    text = describe(plan([*rolls, *lengths, shape]))
+    assert (f"store.cap_gib={cap_gib:g} will be refused" in text) == is_warned
+    assert "each point has passes of its own" in text
+    assert "(assumed: all of corpus.max_length=128 tokens, below plan.tokens_per_sequence=364)" in text
