@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import cli, config, help
-from eagle3_train.exits import Unfinished
+from eagle3_train.exits import Unfinished, why
 from eagle3_train.steps import STEPS
 from eagle3_train.store import commands as store_commands
 
@@ -238,6 +238,11 @@ finally:
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+
+
+def test_what_ended_a_process_is_said_in_words_not_by_a_class_of_ours() -> None:
+    ends = [Unfinished("stopped by SIGTERM"), KeyboardInterrupt(), OSError()]
+    assert [why(e) for e in ends] == ["stopped by SIGTERM", "Ctrl-C", "OSError"]
 
 
 def test_a_process_of_a_launcher_ends_without_tearing_down_its_heap() -> None:

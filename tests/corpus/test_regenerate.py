@@ -171,6 +171,11 @@ def test_a_dry_run_says_how_much_there_is(folder: Path, tiny_target: Path, capsy
     assert regenerate(cfg, Echo(cfg, dies_at=0)) == {}
     out = capsys.readouterr().out
     assert "12 conversations, 0 of them done; left 12 with 24 turns" in out
+    short = study(folder, tiny_target, "dry_run=true", "corpus.max_length=8")
+    assert regenerate(short, Echo(short)) == {}
+    out = capsys.readouterr().out
+    assert "0 conversations, 0 of them done" in out
+    assert out.splitlines()[-1].startswith("  left out: ")
     assert not list(Path(cfg.paths.regenerated).glob("*.json*"))
 
 
