@@ -7,6 +7,7 @@ exit code 143, which means: the same command continues.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import signal
@@ -42,7 +43,11 @@ class Failed(Exception):
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `eagle3` with the arguments after its name, and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    sys.exit(guarded(lambda: _dispatch(arguments)))
+    codes: list[int] = []
+    if SUPERVISED in os.environ:
+        atexit.register(_leave, codes)  # the first to be registered, which is the last to run
+    codes.append(guarded(lambda: _dispatch(arguments)))
+    sys.exit(codes[0])
 
 
 def guarded(action: Callable[[], int | None]) -> int:
@@ -163,6 +168,14 @@ def _parse(name: str, rest: list[str]) -> Call:
     if set(words) - HELP and not STEPS[name].takes_words:
         raise ValueError(f"{words[0]!r} is no override: write KEY=VALUE (`eagle3 {name} --help` explains)")
     return Call(overrides, words, resolved)
+
+
+def _leave(codes: list[int]) -> None:
+    """End without collecting what is left of the heap, object by object: with torch and transformers in it that takes
+    seconds, on a busy machine longer than a launcher waits. `codes`: the exit code; empty after a traceback."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(codes[0] if codes else FAILED)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -32,6 +32,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def count(n: int, noun: str) -> str:
+    """`1,024 turns`, `1 turn`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def size(n_bytes: float) -> str:
     """`450637679` -> `430 MiB`."""
     for unit, bytes_of in (("TiB", 2**40), ("GiB", 2**30)):
@@ -47,8 +52,9 @@ class Bar:
         self, title: str, total: float, unit: str, done: float = 0.0, progress: Progress | None = None
     ) -> None:
         self.title, self.total, self.unit = title, total, unit
-        self.start_units = self.units = done  # `done` was there before: it does not count in the rate
+        self.start_units = self.units = done  # `done` was there before
         self.started = self.printed = time.monotonic()
+        self._first: float | None = None  # when the first units came
         self.note = ""
         self._progress = progress
         if progress is not None:
@@ -56,16 +62,23 @@ class Bar:
 
     @property
     def rate(self) -> float:
-        """Units a second since the start."""
-        return (self.units - self.start_units) / max(time.monotonic() - self.started, 1e-9)
+        """Units a second since the first ones came; 0 until more have. What comes before them (a warm-up, the prompts
+        of what is generated) is no measure of the rest."""
+        if self._first is None or self.units == self.start_units:
+            return 0.0
+        return (self.units - self.start_units) / max(time.monotonic() - self._first, 1e-9)
 
     def _rate_text(self) -> str:
+        if not self.rate:
+            return "?"
         if 0 < self.rate < 1:  # few and slow units (prompts): the time of one says more
             return f"{1 / self.rate:,.1f} s a {self.unit.removesuffix('s')}"
         return f"{self.rate:,.1f} {self.unit}/s" if self.rate < 100 else f"{self.rate:,.0f} {self.unit}/s"
 
     def update(self, units: float, note: str | None = None) -> None:
         self.units += units
+        if units and self._first is None:
+            self._first, self.start_units = time.monotonic(), self.units
         if note is not None:
             self.note = note
         rate = self._rate_text()

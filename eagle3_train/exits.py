@@ -19,3 +19,10 @@ class Unfinished(SystemExit):
     def __init__(self, how: str = "") -> None:
         super().__init__(REQUEUE)
         self.how = how
+
+
+def why(error: BaseException) -> str:
+    """What ended a process, in words for its user."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C"
+    return (error.how if isinstance(error, Unfinished) else "") or type(error).__name__

@@ -450,6 +450,8 @@ STEPS: dict[str, Step] = {
             "eagle3 capture",
             "eagle3 capture capture=vllm                  by vLLM, at the speed of its prefill",
             "eagle3 capture capture.batch_tokens=16384 device=cuda",
+            "eagle3 capture launch.nproc_per_node=2       by two processes of this machine",
+            "RANK=0 WORLD_SIZE=2 eagle3 capture           worker 0 of 2, which may run on different machines",
         ),
         is_job=True,
     ),

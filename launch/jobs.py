@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import Config, digest
+from eagle3_train.config import Config, digest, load
 from eagle3_train.console import say
 from eagle3_train.files import content_fingerprint, inside, is_file, read_json, write_json
 
@@ -82,7 +82,7 @@ class Job:
     def has_changed(self) -> bool:
         """Of a shared step: whether it was done, and since then its settings or what it reads have changed. Where its
         results were removed, as they may be once all points are done, nothing has."""
-        return bool(_read(self._stamp)) and not self._is_as_stamped()
+        return bool(read_if_there(self._stamp)) and not self._is_as_stamped()
 
     def finish(self) -> bool:
         """After a successful run: record what a shared step has made. False: something that it should make is missing.
@@ -103,7 +103,7 @@ class Job:
 
     def _is_as_stamped(self) -> bool:
         """Whether the step was done with these settings, and what it read then is as it was, as far as it is here."""
-        stamp = _read(self._stamp)  # damaged: the step looks for itself at what is there, and stamps anew
+        stamp = read_if_there(self._stamp)  # damaged: the step looks for itself at what is there, and stamps anew
         if stamp.get("settings") != data_identity(self.cfg, self.step):
             return False
         read = stamp.get("inputs", {})
@@ -138,6 +138,12 @@ def data_identity(cfg: Config, step: str = "capture") -> str:
     return digest(parts, 16)
 
 
+def session_of(folder: Path) -> str:
+    """The session of a rolling store in which the job of `folder` was last started; "" where it was in none."""
+    path = folder / "config.yaml"
+    return load(path).launch.rolling.session if path.is_file() else ""
+
+
 def inputs(cfg: Config, step: str = "capture") -> dict[str, str | None]:
     """Fingerprints of what a shared step reads, so that another content under the same path shows. None: not here."""
     tasks = {f"eval.tasks.{task.name}": task.path for task in cfg.eval.tasks}
@@ -146,7 +152,7 @@ def inputs(cfg: Config, step: str = "capture") -> dict[str, str | None]:
     paths |= {"corpus.path": cfg.corpus.path, **sources, **tasks}
     found = {name: content_fingerprint(path) for name, path in paths.items() if path}
     if step != "prepare":
-        found["corpus"] = _read(Path(cfg.paths.corpus) / "report.json").get("digest")
+        found["corpus"] = read_if_there(Path(cfg.paths.corpus) / "report.json").get("digest")
     return found
 
 
@@ -154,7 +160,7 @@ def is_measured(cfg: Config, folder: Path) -> bool:
     """Whether the result.json in a point's folder is whole and that of this configuration and of the stores as they are
     now: trained, evaluated, and decoded where that is asked for. Otherwise the point is to be run; what it has (the
     trained head) is not redone. Stores that are not there any more (a finished study needs none) are not compared."""
-    result = _read(folder / "result.json")
+    result = read_if_there(folder / "result.json")
     identities = result.get("train_identity"), result.get("eval_identity")
     if identities != (digest(cfg.point_identity), digest(cfg.eval_identity)) or is_of_another_store(cfg, folder):
         return False
@@ -171,7 +177,7 @@ def is_of_another_store(cfg: Config, folder: Path) -> bool:
     """Whether what a point's folder holds was trained on rows that are not those of the store now."""
     now = _fingerprint(cfg)
     states = [folder / "train.json", folder / "result.json", *sorted(folder.glob("checkpoints/step-*/state.json"))]
-    found = [_read(path) for path in states]
+    found = [read_if_there(path) for path in states]
     plans = [plan if isinstance(plan := state.get("plan"), dict) else {} for state in found]
     trained = {s.get("store_fingerprint") or plan.get("fingerprint") for s, plan in zip(found, plans, strict=True)}
     return now is not None and bool(trained - {None, now})
@@ -198,11 +204,11 @@ def set_aside(cfg: Config, folder: Path) -> None:
 def _fingerprint(cfg: Config, part: str = "") -> str | None:
     """Of the training store, or of one inside it, by its manifest; None where there is none."""
     path = inside(cfg.paths.store, f"{part}/manifest.json") if part else training_manifest(cfg)
-    return _read(path).get("fingerprint")
+    return read_if_there(path).get("fingerprint")
 
 
-def _read(path: str | Path) -> dict[str, Any]:
-    """A JSON file; empty where it is missing or damaged: whoever wrote it looks at it again."""
+def read_if_there(path: str | Path) -> dict[str, Any]:
+    """A JSON file, local or at a URI; empty where it is missing or damaged: whoever wrote it looks at it again."""
     try:
         value = read_json(path)
     except (FileNotFoundError, ValueError):

@@ -8,6 +8,7 @@ orphan goes on writing into a folder that a second attempt has taken over.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from eagle3_train.console import say
-from eagle3_train.exits import REQUEUE, Unfinished
+from eagle3_train.exits import REQUEUE, why
 from eagle3_train.files import code_state, read_json, write_json, write_text
 
 SUPERVISED = "EAGLE3_SUPERVISED"  # in the child's environment: end when standard input closes
@@ -86,7 +87,7 @@ def supervise(
             stopped = _forward(child, log, name, stop)
         except BaseException as e:
             _end(child, log, name, tell, grace)
-            note_end(folder, "stopped", _why(e))
+            note_end(folder, "stopped", why(e))
             raise
         if stopped:
             _end(child, log, name, tell, grace)
@@ -153,7 +154,8 @@ def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, stop: Ca
 def _show(name: str, line: bytes) -> None:
     # Of a bar that was drawn over and over with carriage returns, the last drawing.
     if text := line.decode(errors="replace").rstrip().rsplit("\r")[-1]:
-        say(f"{name} | {text}")
+        own = re.sub(rf"^(\[rank \d+\] )?{re.escape(name)}: ", r"\1", text)  # a point begins its lines with its name
+        say(f"{name} | {own}")
 
 
 def _end(child: subprocess.Popen[bytes], log: IO[bytes], name: str, tell: Callable[[], None], grace: float) -> None:
@@ -204,13 +206,6 @@ def note_end(folder: Path, state: str, reason: str) -> None:
     """Write into status.json how the last attempt ended."""
     path = folder / "status.json"
     write_json(path, read_json(path) | {"state": state, "reason": reason, "ended": time.time()})
-
-
-def _why(e: BaseException) -> str:
-    """What ended this process, in words."""
-    if isinstance(e, KeyboardInterrupt):
-        return "Ctrl-C"
-    return (e.how if isinstance(e, Unfinished) else "") or type(e).__name__
 
 
 def _reason(code: int) -> str:

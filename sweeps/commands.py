@@ -27,7 +27,8 @@ def run(words: Sequence[str], overrides: Sequence[str], usage: Mapping[str, str]
     match list(words):
         case ["status"]:
             status.show(study)
-            if words := waiting(cfg):
+            plan = study / "study.yaml"  # as it was started: who asks need not repeat how it is launched
+            if words := waiting(config.relocated(config.load(plan), study) if plan.is_file() else cfg):
                 say(words)
         case ["status", "--json"] | ["--json", "status"]:
             print(status.as_json(study))

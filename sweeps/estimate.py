@@ -27,8 +27,11 @@ def describe(study: Study) -> str:
         lines.append(
             f"  {point.name:<{width}}  {mark:<5}  {settings}  ({point.cfg.data}, {_length(point.cfg)}{decode})"
         )
-    lines += [f"  {item} matches no point" for item in study.unmatched]
-    if cfg.eval.decode and cfg.eval.decode_tasks and not any(p.cfg.eval.decode for p in study.points):
+    decoded = sum(p.cfg.eval.decode and bool(p.cfg.eval.decode_tasks) for p in study.points)
+    for item in study.unmatched:
+        consequence = f" (decoded: {decoded} of {len(study.points)})" if item.startswith("study.decode_points") else ""
+        lines.append(f"  {item} matches no point{consequence}")
+    if cfg.eval.decode and cfg.eval.decode_tasks and not decoded:
         lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
     several = len(study.parts) > 1
     found = [Needs.of(part) for part in study.parts]
@@ -85,7 +88,7 @@ class Needs:
         if data.exact or data.assumed:
             text += f", {sure}{data.supervised:,.0f} of them supervised"
         if data.assumed:
-            text += f" (assumed: plan.tokens_per_sequence={cfg.plan.tokens_per_sequence:g})"
+            text += f" (assumed: {_assumption(cfg)})"
         if shape is None:
             return cls([f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"], data)
         flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
@@ -111,6 +114,14 @@ class Needs:
             lines += _traffic(part.largest.cfg, shape, data, speed)
         training_s = flops / speed.flops_per_s if speed else None
         return cls(lines, data, store, checkpoints, capture, flops, capture_s, training_s)
+
+
+def _assumption(cfg: Config) -> str:
+    """Which setting the assumed tokens of a sequence are."""
+    mean = cfg.plan.tokens_per_sequence or 0.0
+    if mean > cfg.corpus.max_length:
+        return f"all of corpus.max_length={cfg.corpus.max_length} tokens, below plan.tokens_per_sequence={mean:g}"
+    return f"plan.tokens_per_sequence={mean:g}"
 
 
 def _total(found: Sequence[Needs]) -> str:
@@ -150,10 +161,19 @@ def _traffic(cfg: Config, shape: cost.Shape, data: cost.Data, speed: Speed) -> l
 def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Data) -> list[str]:
     """What a rolling store takes, with either way to feed later epochs."""
     copies = cost.store_bytes(cfg, shape, data, "fp8")
+    at_once = cfg.launch.rolling.points_at_once
+    sharing = f"up to {at_once} points share their passes" if at_once > 1 else "each point has passes of its own"
     lines = [
         f"  rolling: at most {cfg.store.cap_gib:g} GiB of the hidden states at a time; windows of "
-        f"{cfg.data.window or 'all'} sequences; {cfg.launch.rolling.points_at_once} point(s) share a pass"
+        f"{cfg.data.window or 'all'} sequences; {sharing}"
     ]
+    # The exact least cap is known with the lengths of the sequences (capture.passes); below this none will do.
+    least = cost.store_bytes(cfg, shape, data.first(min(2 * (cfg.data.window or data.sequences), data.sequences)))
+    if (cfg.store.cap_gib or 0) * 2**30 < least:
+        lines.append(
+            f"    store.cap_gib={cfg.store.cap_gib:g} will be refused, as far as can be told yet: two windows of a "
+            f"point take {data.sure}{size(least)}; raise it, or lower data.window"
+        )
     for choice, room in (("recapture", "nothing"), ("fp8", f"{size(copies)} of copies")):
         tokens = cost.captured_tokens(points, data, choice)
         mark = " (chosen)" if choice == cfg.store.later_epochs else ""

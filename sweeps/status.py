@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rich.table import Table
 from eagle3_train import config
 from eagle3_train.console import console, duration, say
 from eagle3_train.files import json_lines, read_json
-from launch.jobs import SHARED, Job
+from launch.jobs import SHARED, Job, session_of
 from launch.lock import holder_of
 from launch.supervise import last_words, tail
 
@@ -88,7 +89,21 @@ def _planned(path: Path) -> dict[str, dict[str, str]]:
 
 
 def collect(study: Path) -> list[JobStatus]:
-    return [_readable(study, job) for job in jobs(study)]
+    """All jobs, less the workers of sessions of a rolling store that ended before their end and were made up for: every
+    point that was last run in them is done, or has been run in a later one."""
+    found = [(job, _readable(study, job)) for job in jobs(study)]
+    unfinished = {_session(job) for job, status in found if job.step == "point" and status.state != "done"}
+    return [
+        status
+        for job, status in found
+        if job.step != "roll" or status.state in ("running", "done") or _session(job) in unfinished
+    ]
+
+
+def _session(job: JobFolder) -> str:
+    with suppress(ValueError):  # a damaged configuration, which its row says
+        return session_of(job.folder)
+    return ""
 
 
 def as_json(study: Path) -> str:

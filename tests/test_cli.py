@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import cli, config, help
-from eagle3_train.exits import Unfinished
+from eagle3_train.exits import Unfinished, why
 from eagle3_train.steps import STEPS
 from eagle3_train.store import commands as store_commands
 
@@ -239,3 +239,30 @@ finally:
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+
+
+def test_what_ended_a_process_is_said_in_words_not_by_a_class_of_ours() -> None:
+    ends = [Unfinished("stopped by SIGTERM"), KeyboardInterrupt(), OSError()]
+    assert [why(e) for e in ends] == ["stopped by SIGTERM", "Ctrl-C", "OSError"]
+
+
+def test_a_process_of_a_launcher_ends_without_tearing_down_its_heap() -> None:
+    """Which takes seconds with torch in it, while the launcher waits. What the step registered for the exit still runs;
+    what was registered before it began stands for all that comes after that."""
+    script = """if True:
+        import atexit
+        from eagle3_train import cli
+        atexit.register(print, "torn down")
+        def dispatch(arguments):
+            atexit.register(print, "registered")
+            print("unflushed")
+            return 3
+        cli._dispatch = dispatch
+        cli.main([])
+    """
+    for supervised, out in (("1", "unflushed\nregistered\n"), ("", "unflushed\nregistered\ntorn down\n")):
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | ({cli.SUPERVISED: supervised} if supervised else {})
+        with subprocess.Popen([sys.executable, "-c", script], env=env, stdin=-1, stdout=-1, text=True) as child:
+            assert child.stdout
+            assert child.stdout.read() == out
+            assert child.wait(60) == 3  # before its standard input is closed, which would end it

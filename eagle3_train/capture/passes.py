@@ -200,8 +200,9 @@ def share_passes(cfg: Config, runs: Mapping[str, Reading]) -> list[dict[str, Rea
     for number, group in enumerate(groups, 1):
         stream = make_stream(cfg, rolling, job.lengths, group)
         captured = stream.captured()
+        sharing = "share their passes" if len(group) > 1 else "alone"
         say(
-            f"passes {number} of {len(groups)}: {', '.join(group)} share {captured} captured shards "
-            f"({captured / rolling.spec.n_shards:.2g} of the store)"
+            f"group {number} of {len(groups)}: {', '.join(group)} {sharing}: {captured} shards to capture, "
+            f"{captured / rolling.spec.n_shards:.2g} times the store's {rolling.spec.n_shards}"
         )
     return groups

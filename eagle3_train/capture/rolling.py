@@ -17,6 +17,7 @@ from typing import Any
 from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
+from eagle3_train.exits import why
 from eagle3_train.files import append_line, read_object
 from eagle3_train.store import Rolling, StoreSpec, inside, shard_name, shard_number
 from eagle3_train.store.folder import Folder
@@ -92,6 +93,7 @@ class Roller:
         self._take_over()
         total = sum(self.job.tokens(use % self.stream.n_shards) for use in range(self.stream.end) if self._is_mine(use))
         facts = {"owner": self.owner, "world": self.world, "runs": list(self.runs), "claim": None, "ended": False}
+        facts["cap_bytes"] = self.cap
         sign = Sign(self.shards_in, WORKERS, str(self.rank), doing="starting", busy_s=0.0, waited_s=0.0, **facts)
         try:
             with ExitStack() as stack, progress_bar("rolling", total, "tokens", show=self.rank == 0) as bar:
@@ -99,7 +101,7 @@ class Roller:
             sign.close(ended=True, claim=None, doing="ended: all runs have ended")
         except BaseException as e:
             with suppress(OSError):  # as a rule what has ended the work
-                sign.close(ended=True, claim=None, doing=f"ended by {type(e).__name__}")
+                sign.close(ended=True, claim=None, doing=f"ended: {why(e)}")
             raise
         append_line(
             Path(self.cfg.paths.study) / LOG,

@@ -71,7 +71,7 @@ def capture(cfg: Config, rank: int = 0, world: int = 1) -> dict[str, Any]:
     if not holds_target_part(train.path, train.spec):
         room += target_bytes(text_config(target), train.compute_dtype)
     _announce(cfg, jobs, room, show=rank == 0)
-    worker = Worker(cfg, target, device, rank)
+    worker = Worker(cfg, target, device, rank, world)
     if not cfg.dry_run:
         with ExitStack() as claims:  # before anything is written, and so before the first forward pass
             stores = [train, *(job for job in jobs if job is not train)]
@@ -113,6 +113,7 @@ class Worker:
     target: Path
     device: torch.device
     rank: int
+    world: int = 1
 
     @property
     def log(self) -> Path:
@@ -125,6 +126,7 @@ class Worker:
         self.log.parent.mkdir(parents=True, exist_ok=True)  # the corpus and the store may lie elsewhere
         if self.rank == 0 and not holds_target_part(self.cfg.paths.store, train):
             write_target(self.cfg.paths.store, train, self.target, self.cfg.target)
+        share = f" (worker 1 of {self.world}, its share)" if self.world > 1 else ""
         groups: dict[torch.dtype, list[tuple[Job, int]]] = defaultdict(list)
         for job, shard in units:
             groups[job.compute_dtype].append((job, shard))
@@ -135,8 +137,9 @@ class Worker:
                 if self.rank == 0:
                     rate = backend.rate()
                     more = f", and the time to generate {generated:,} tokens" if generated else ""
-                    say(f"capture: {tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}{more}")
-                with progress_bar("capturing", tokens + generated, "tokens", show=self.rank == 0) as bar:
+                    expected = f"{tokens:,} tokens at {rate:,.0f} tokens/s, about {duration(tokens / rate)}"
+                    say(f"capture{share}: {expected}{more}")
+                with progress_bar(f"capturing{share}", tokens + generated, "tokens", show=self.rank == 0) as bar:
                     for job, shard in mine:
                         self.shard(backend, job, shard, bar)
 

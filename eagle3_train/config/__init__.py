@@ -23,6 +23,7 @@ from eagle3_train.config.schema import (
     CaptureConfig,
     Config,
     CorpusConfig,
+    CoupledConfig,
     DraftConfig,
     Eagle1Config,
     Eagle3Config,
@@ -45,10 +46,10 @@ from eagle3_train.config.schema import (
 from eagle3_train.files import write_text
 
 __all__ = [
-    "HEADS", "SAMPLING", "BlockConfig", "CaptureConfig", "Config", "CorpusConfig", "DraftConfig", "Eagle1Config",
-    "Eagle3Config", "EngineConfig", "HFConfig", "LMConfig", "MedusaConfig", "OptimConfig", "PathsConfig",
-    "ServeConfig", "SourceConfig", "TargetConfig", "TaskConfig", "TrackerConfig", "TrainConfig", "TreeConfig",
-    "check", "compose", "compose_raw", "conf_dir", "digest", "is_of_target", "layer_ids", "load",
+    "HEADS", "SAMPLING", "BlockConfig", "CaptureConfig", "Config", "CorpusConfig", "CoupledConfig", "DraftConfig",
+    "Eagle1Config", "Eagle3Config", "EngineConfig", "HFConfig", "LMConfig", "MedusaConfig", "OptimConfig",
+    "PathsConfig", "ServeConfig", "SourceConfig", "TargetConfig", "TaskConfig", "TrackerConfig", "TrainConfig",
+    "TreeConfig", "check", "compose", "compose_raw", "conf_dir", "digest", "is_of_target", "layer_ids", "load",
     "parse_objective", "parse_overrides", "register", "relocated", "resolve", "save",
 ]  # fmt: skip
 

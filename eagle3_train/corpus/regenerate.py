@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_train.config import Config
-from eagle3_train.console import Bar, progress_bar, say
+from eagle3_train.console import Bar, count, progress_bar, say
 from eagle3_train.files import read_json, write_json, write_text
 from eagle3_train.target import (
     chat_template_hash,
@@ -109,9 +109,9 @@ def regenerate(
         replaced = sum(len(template.ids(m["content"])) for c in mine for m in c.messages if m["role"] == "assistant")
         finished = sum(c.sample_id in done for c in wanted)
         say(
-            f"regenerate: {len(wanted):,} conversations, {finished:,} of them done; left {len(mine):,} with {turns:,} "
-            f"turns, whose present text is {replaced:,} tokens"
-            + "".join(f"; left out: {n:,} {reason}" for reason, n in left_out.items())
+            f"regenerate: {count(len(wanted), 'conversation')}, {finished:,} of them done; left {len(mine):,} with "
+            f"{count(turns, 'turn')}, whose present text is {count(replaced, 'token')}"
+            + "".join(f"\n  left out: {n:,} {reason}" for reason, n in left_out.items())
         )
     if cfg.dry_run:
         return {}
@@ -251,7 +251,7 @@ def _assemble(folder: Path, wanted: list[Conversation]) -> dict[str, Path]:
         kept = [records[c.sample_id] for c in wanted if c.source == source and records[c.sample_id]["messages"]]
         files[source] = folder / f"{source.replace('/', '_')}.jsonl"
         write_text(files[source], "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
-        say(f"regenerate: {files[source]}: {len(kept):,} conversations")
+        say(f"regenerate: {files[source]}: {count(len(kept), 'conversation')}")
     sources = ", ".join(f"{{name: {name}, format: jsonl, path: {path}}}" for name, path in files.items())
     say(f"regenerate: as a corpus: eagle3 prepare corpus.path=null corpus.sources='[{sources}]'")
     return files

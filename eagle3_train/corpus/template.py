@@ -165,11 +165,14 @@ class Template:
             ) from e
         ids, prompt_ids = self.ids(text), self.ids(prompt)
         reply = PROBE[-1]["content"]
-        tail = self.ids(text[text.rindex(reply) + len(reply) :]) if reply in text else []
+        behind = text[text.rindex(reply) + len(reply) :] if reply in text else ""
+        tail = self.ids(behind)
         end = next((i for i in tail if i in self._special_ids or i in self.ends), None)
         if end is None:
             raise ValueError(
-                f"the chat template writes no end-of-turn token behind an assistant's turn: {text[-80:]!r}"
+                f"the chat template writes no end-of-turn token behind an assistant's turn: what it writes there, "
+                f"{behind!r}, is no special token of this tokenizer, but {self.tokenizer.convert_ids_to_tokens(tail)}. "
+                "Give the template that belongs to the tokenizer: target.chat_template=FILE.jinja"
             )
         self.ends.add(end)
         if self.marked:

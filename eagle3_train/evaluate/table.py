@@ -9,21 +9,13 @@ from rich.table import Table
 
 def evaluation_table(rows: list[dict[str, Any]]) -> Table:
     """Of `summary.summary_rows`."""
-    steps = max((len(row["alpha"]) for row in rows), default=0)
-    table = Table(title="Acceptance (intervals: 95 %, bootstrap over prompts)")
-    columns = (
-        "task",
-        "T",
-        "method",
-        "draft",
-        "tau",
-        *(f"alpha {i}" for i in range(steps)),
-        "speed-up",
-        "prompts",
-        "tokens",
+    table = Table(
+        title="Acceptance (intervals: 95 %, bootstrap over prompts)", title_justify="left", box=None, pad_edge=False
     )
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("task", "method", "draft") else "right", no_wrap=True)
+    # One column for all steps: a study's log has the point's name in front, and a K of 7 would not fit a screen.
+    for name in ("task", "T", "method", "draft", "tau", "alpha by step", "speed-up", "prompts", "tokens"):
+        words = ("task", "method", "draft", "alpha by step")
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["task"],
@@ -31,8 +23,7 @@ def evaluation_table(rows: list[dict[str, Any]]) -> Table:
             row["method"],
             row["shape"],
             _interval(row, "tau"),
-            *(_number(a) for a in row["alpha"]),
-            *[""] * (steps - len(row["alpha"])),
+            " ".join(f"{_number(a):>4}" for a in row["alpha"]),
             _interval(row, "speedup") if "speedup" in row else "",
             str(row["prompts"]),
             f"{row['tokens']:,}",

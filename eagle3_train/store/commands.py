@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from rich.table import Table
 
-from eagle3_train.console import console, progress_bar, say
+from eagle3_train.console import progress_bar, say, size
 
 from .codec import DTYPES
 from .folder import Folder
@@ -98,7 +97,7 @@ def _info(store: Store) -> int:
         f"median {np.median(lengths):,.0f}",
         "tokens": _tokens(manifest),
         "sources": ", ".join(f"{s['values']} {s['counts']:,}" for s in sources),
-        "size": f"{manifest.bytes / 2**30:.2f} GiB in {len(manifest.shards):,} shards, {groups:,} row groups; "
+        "size": f"{size(manifest.bytes)} in {len(manifest.shards):,} shards, {groups:,} row groups; "
         f"{manifest.bytes / manifest.tokens:,.0f} bytes a token"
         + (f"; {missing} of the shards are missing: eagle3 store verify names them" if missing else ""),
         "sampling": ", ".join(f"{k}={v}" for k, v in spec.sampling.items()) or "none: the corpus's own text",
@@ -111,27 +110,35 @@ def _rolling_info(folder: Folder) -> int:
     """Of a store that rolls: what is known of it, what is there now, and what its two sides said last."""
     rolling = Rolling.read(folder)
     spec = rolling.spec
-    there = [size for where in (folder, folder.child(KEPT)) for name, size in where.sizes().items() if "shard-" in name]
+    there = [n for where in (folder, folder.child(KEPT)) for name, n in where.sizes().items() if "shard-" in name]
+    workers = read_signs(folder, WORKERS)
+    caps = {worker["cap_bytes"] for worker in workers.values() if "cap_bytes" in worker}
     facts = {
         "fingerprint": rolling.fingerprint,
         **_captured_as(spec),
         "sequences": f"{rolling.rows:,}",
         "tokens": _tokens(rolling),
-        "size": f"rolls: {len(there)} of {spec.n_shards:,} shards are here now, {sum(there) / 2**30:.2f} GiB; all "
-        f"together at most {sum(rolling.shard_bytes) / 2**30:.2f} GiB",
+        "size": f"rolls: {len(there)} of {spec.n_shards:,} shards are here now, {size(sum(there))}; all "
+        f"together at most {size(sum(rolling.shard_bytes))}"
+        + "".join(f"; its workers keep within {size(cap)} (store.cap_gib)" for cap in caps),
     }
-    for kind, noun in ((WORKERS, "capture worker"), (READERS, "run")):
-        facts |= {f"{noun} {name}": f"{s['doing']} ({s['host']})" for name, s in read_signs(folder, kind).items()}
+    for signs, noun in ((workers, "capture worker"), (read_signs(folder, READERS), "run")):
+        facts |= {f"{noun} {name}": f"{s['doing']} ({s['host']})" for name, s in signs.items()}
     return _show(folder.uri, facts)
 
 
 def _captured_as(spec: StoreSpec) -> dict[str, str]:
     return {
-        "target": f"{spec.target} (weights {spec.target_hash}, tokenizer {spec.tokenizer_hash}, "
-        f"chat template {spec.chat_template_hash})",
+        "target": f"{spec.target} (weights {_short(spec.target_hash)}, tokenizer {_short(spec.tokenizer_hash)}, "
+        f"chat template {_short(spec.chat_template_hash)})",
         "hidden states": f"layer ids {', '.join(map(str, spec.layer_ids))} of {spec.n_layers} layers, "
         f"H {spec.hidden_size}, {spec.dtype} (computed in {spec.compute_dtype})",
     }
+
+
+def _short(digest: str) -> str:
+    """Enough of a hash to tell by eye; the manifest has it whole."""
+    return digest[:16]
 
 
 def _tokens(counts: Manifest | Rolling) -> str:
@@ -140,10 +147,8 @@ def _tokens(counts: Manifest | Rolling) -> str:
 
 
 def _show(title: str, facts: dict[str, str]) -> int:
-    table = Table(show_header=False, box=None, title=title, title_justify="left")
-    for name, value in facts.items():
-        table.add_row(name, value)
-    console.print(table, markup=False, highlight=False)
+    width = max(map(len, facts))
+    say("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())]))
     return 0
 
 

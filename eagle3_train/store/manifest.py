@@ -20,6 +20,7 @@ from .folder import Folder
 from .index import INDEX, INDEX_SCHEMA
 from .schema import CONTENT_KEY, HIDDEN, MAY_DIFFER, SCHEMA_VERSION, StoreSpec, typed_fields
 from .writer import (
+    CAPTURE_AGAIN,
     PREFIX,
     check_spec,
     hidden_start,
@@ -119,7 +120,7 @@ def _unfinished(folder: Folder, files: dict[str, int]) -> str:
     n_shards = read_spec(folder, shards[0]).n_shards
     missing = missing_shards(folder.uri, n_shards)
     if missing:
-        return f"is half captured: {describe_shards(missing, n_shards)} missing; run eagle3 capture again, it continues"
+        return f"is half captured: {describe_shards(missing, n_shards)} missing; run {CAPTURE_AGAIN}"
     return f"has all its shards but no manifest.json: run eagle3 store finalize {folder.uri}"
 
 
@@ -137,9 +138,7 @@ def finalize(path: str | Path, spec: StoreSpec, allow: Iterable[str] = ()) -> Ma
     """
     folder = Folder(path)
     if missing := missing_shards(path, spec.n_shards):
-        raise ValueError(
-            f"{folder.uri}: {describe_shards(missing, spec.n_shards)} missing; run eagle3 capture again, it continues"
-        )
+        raise ValueError(f"{folder.uri}: {describe_shards(missing, spec.n_shards)} missing; run {CAPTURE_AGAIN}")
     allow = tuple(allow)
     entries, parts = [], []
     for shard in range(spec.n_shards):

@@ -34,7 +34,8 @@ def merge(
     """One store of all sequences of several, which must be of the same target, layers and dtype.
 
     Rows are put in the corpus's order, ascending sha256(f"{seed}:{sample_id}"): with the corpus's seed, stores captured
-    apart merge into what one capture of all would have been, and a prefix is a random sample of all of them.
+    apart merge into the rows of one capture of all, in its order, and a prefix is a random sample of all of them. The
+    fingerprint is another one than that capture's: the spec says what was merged.
     """
     stores = [Store.open(path) for path in paths]
     first = stores[0].spec

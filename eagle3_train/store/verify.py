@@ -15,7 +15,7 @@ from .folder import Folder
 from .index import INDEX
 from .manifest import Manifest, ShardEntry
 from .schema import CONTENT_KEY, Sequence, StoreSpec
-from .writer import expect_own, read_footer, remedy
+from .writer import CAPTURE_AGAIN, expect_own, read_footer, remedy
 
 if TYPE_CHECKING:
     from .reader import Store
@@ -53,7 +53,7 @@ def verify(store: Store, progress: Callable[[int], None] = lambda n_bytes: None)
         where = folder.show(entry.name)
         what = _file_problem(folder, entry, manifest, sizes.get(entry.name))
         if what is not None:
-            yield Problem(where, what, remedy(where) if entry.name in sizes else "eagle3 capture")
+            yield Problem(where, what, remedy(where) if entry.name in sizes else CAPTURE_AGAIN)
         else:
             yield from _row_problems(store, range(first, first + entry.rows), where)
         first += entry.rows

@@ -79,6 +79,10 @@ def read_footer(file: pa.NativeFile, where: str) -> pq.FileMetaData:
         raise ValueError(f"{where} is no whole Parquet file ({e}): {remedy(where)}") from e
 
 
+# What brings back a shard that is not there.
+CAPTURE_AGAIN = "eagle3 capture again, with the same overrides: it redoes the missing shards alone"
+
+
 def spec_of(metadata: pq.FileMetaData, where: str) -> StoreSpec:
     values = metadata.metadata or {}
     if SPEC_KEY not in values or CONTENT_KEY not in values:
@@ -103,7 +107,7 @@ def expect_own(metadata: pq.FileMetaData, spec: StoreSpec, where: str, allow: It
 
 def remedy(where: str) -> str:
     """What to do about one bad shard."""
-    return f"delete it and run the capture again (eagle3 capture), which redoes the missing shards alone: rm {where}"
+    return f"delete it (rm {where}) and run {CAPTURE_AGAIN}"
 
 
 def hidden_start(column: pq.ColumnChunkMetaData, payload: int) -> int:

@@ -149,9 +149,14 @@ def test_tasks_have_a_temperature_of_their_own(folder: Path, tiny_target: Path) 
 
 
 def test_workers_and_interruptions_change_no_byte(
-    cfg: Config, folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+    cfg: Config,
+    folder: Path,
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     capture(cfg)
+    assert "worker" not in capsys.readouterr().out
     whole = files(cfg.paths.store)
     other = study(folder, tiny_target, "study.name=other", f"paths.corpus={cfg.paths.corpus}")
     # A worker dies in its second shard; then two others finish, the later one writes the manifests.
@@ -166,6 +171,7 @@ def test_workers_and_interruptions_change_no_byte(
     monkeypatch.setattr(run.Worker, "shard", dies)
     with pytest.raises(KeyboardInterrupt):
         capture(other, rank=0, world=2)
+    assert "capture (worker 1 of 2, its share): " in capsys.readouterr().out
     monkeypatch.setattr(run.Worker, "shard", real)
     first = Path(other.paths.store) / shard_name(0, 3)
     written = first.stat().st_mtime_ns

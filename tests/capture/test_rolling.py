@@ -293,7 +293,7 @@ def test_a_run_that_is_silent_is_named_and_given_up_in_the_end(cfg: Config, caps
     assert sum(path.stat().st_size for path in Path(cfg.paths.store).glob("shard*")) <= roller.cap
     sign = read_sign(roller.shards_in, WORKERS, "0")
     assert sign
-    assert (sign["ended"], sign["doing"], sign["claim"]) == (True, "ended by TimeoutError", None)
+    assert (sign["ended"], sign["doing"], sign["claim"]) == (True, "ended: TimeoutError", None)
 
 
 def test_the_end_of_a_run_whose_results_were_removed_is_not_believed(cfg: Config) -> None:

@@ -169,7 +169,13 @@ def test_text_of_another_target_or_sampling_is_refused_by_name(folder: Path, tin
 def test_a_dry_run_says_how_much_there_is(folder: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = study(folder, tiny_target, "dry_run=true")
     assert regenerate(cfg, Echo(cfg, dies_at=0)) == {}
-    assert "12 conversations, 0 of them done; left 12 with 24 turns" in capsys.readouterr().out.replace("\n", " ")
+    out = capsys.readouterr().out
+    assert "12 conversations, 0 of them done; left 12 with 24 turns" in out
+    short = study(folder, tiny_target, "dry_run=true", "corpus.max_length=8")
+    assert regenerate(short, Echo(short)) == {}
+    out = capsys.readouterr().out
+    assert "0 conversations, 0 of them done" in out
+    assert out.splitlines()[-1].startswith("  left out: ")
     assert not list(Path(cfg.paths.regenerated).glob("*.json*"))
 
 

@@ -141,6 +141,11 @@ def test_a_template_that_is_no_template_is_refused(text: str, make_tokenizer: Ma
             "not how the finished conversation begins",
         ),
         ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "no end-of-turn token"),
+        # Llama-3's, for a tokenizer that has no such token: the whole of it is shown.
+        (
+            "{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot_id|>' }}{% endfor %}",
+            r"'<\|eot_id\|>', is no special token of this tokenizer.*target\.chat_template=FILE\.jinja",
+        ),
         # The generation prompt is another one than what stands before finished turns.
         (
             "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"

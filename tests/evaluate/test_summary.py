@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from eagle3_train.evaluate.records import Record, read_records, write_records
 from eagle3_train.evaluate.summary import Bootstrap, pooled_alpha, result_keys, summary_rows
+from eagle3_train.evaluate.table import evaluation_table
 
 
 def record(task: str, prompt: int, accepted: list[int], **more: object) -> Record:
@@ -66,6 +68,17 @@ def test_what_was_never_counted_is_none_without_warnings() -> None:
     assert row["tau"] == 1.0
     assert (empty["tau"], empty["tau_lo"], empty["tokens"]) == (None, None, 0)
     json.dumps(row, allow_nan=False)
+
+
+def test_the_table_fits_a_log_with_a_name_in_front_whatever_the_steps() -> None:
+    (row,) = summary_rows([record("humaneval", 0, [1], seconds=1.0, plain_seconds=2.0, lossless=True)], 50, 0)
+    row |= {"tokens": 12345, "alpha": [0.5] * 7}
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(evaluation_table([row]))
+    lines = capture.get().splitlines()
+    assert " ".join(["0.50"] * 7) in lines[-1]
+    assert max(len(line.rstrip()) for line in lines) + len("eagle3-x1-s0-9394fd0a | ") <= 140
 
 
 def test_result_keys() -> None:

@@ -50,6 +50,17 @@ def wait_until_dead(pid: int, seconds: float = 10) -> None:
         time.sleep(0.05)
 
 
+def test_a_job_that_says_its_name_itself_is_not_named_twice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+        print("x1:  6 %")
+        print("[rank 0] x1: 18 steps")
+        print("error: x1: no")
+    """
+    supervise(script(text), tmp_path, "x1")
+    assert capfd.readouterr().out.splitlines() == ["x1 |  6 %", "x1 | [rank 0] 18 steps", "x1 | error: x1: no"]
+    assert "x1:  6 %" in (tmp_path / "log.txt").read_text()
+
+
 def test_output_goes_to_the_log_and_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcome = supervise(
         script("""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     store = make_store(tmp_path)
     assert main(["info", str(tmp_path)]) == 0
     text = capsys.readouterr().out
+    assert all(line == line.rstrip() for line in text.splitlines())  # not filled up with blanks
     for words in (store.fingerprint, "layer ids 2, 4, 5, 8 of 8 layers", f"{store.manifest.tokens:,}", "code 11"):
         assert words in text
     expected = make_sequence(store.spec, 5)
@@ -34,17 +36,30 @@ def test_info_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert covered == expected.loss_mask.nonzero()[0].tolist()
 
 
+def test_long_facts_are_neither_cut_nor_padded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = replace(make_spec(), target_hash="0123456789abcdef" * 4, target="a-name-" * 20)
+    capture(tmp_path, spec)
+    finalize(tmp_path, spec)
+    assert main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "(weights 0123456789abcdef, tokenizer " in text
+    assert spec.target in text
+
+
 def test_what_a_rolling_store_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = make_spec()
     rolling = announce(tmp_path, spec)
     write_shard(tmp_path, spec, 2)
-    Sign(Folder(tmp_path), WORKERS, "0", **WORKER_FACTS | {"doing": "capturing shard 3"}).close()
+    facts = WORKER_FACTS | {"doing": "capturing shard 3", "cap_bytes": 3 << 20}
+    Sign(Folder(tmp_path), WORKERS, "0", **facts).close()
     assert main(["info", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for words in (
         rolling.fingerprint,
         "rolls: 1 of 4 shards are here now",
         "capturing shard 3",
+        " MiB; all together at most ",
+        "its workers keep within 3.0 MiB (store.cap_gib)",
         "layer ids 2, 4, 5, 8",
     ):
         assert words in text

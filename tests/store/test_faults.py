@@ -188,6 +188,7 @@ def test_verify_and_reading_find_a_missing_shard(tmp_path: Path) -> None:
     text = only_problem(tmp_path)
     assert "shard-00003" in text
     assert "is missing" in text
+    assert "repair: eagle3 capture again, with the same overrides" in text
     with pytest.raises(ValueError, match=r"shard-00003.* is missing: run eagle3 capture"):
         Store.open(tmp_path)[22]
     capture(tmp_path, store.spec)

@@ -72,7 +72,7 @@ def test_of_repeated_overrides_the_last_holds() -> None:
 
 def test_what_matches_no_point_is_said() -> None:
     text = describe(plan(["data.scale=1", "seed=0", "study.exclude=[{seed: 7}]"]))
-    assert "study.decode_points: {data.scale:8,seed:0} matches no point" in text
+    assert "study.decode_points: {data.scale:8,seed:0} matches no point (decoded: 1 of 1)" in text
     assert "study.exclude: {seed:7} matches no point" in text
     assert "no point is decoded" not in text
     assert "no point is decoded" in describe(plan(["data.scale=2", "seed=0"]))

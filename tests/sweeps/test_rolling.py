@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_train.config import compose
+from eagle3_train.config import CoupledConfig, compose, save
 from eagle3_train.files import write_json
 from launch.command import environment
-from launch.coupled import Coupled, _version, balanced, make_session, waiting
+from launch.coupled import Coupled, _version, advice, balanced, make_session, waiting
 from launch.slurm import render
 from sweeps.cost import Data, captured_tokens
 from sweeps.estimate import describe
 from sweeps.points import plan
+from sweeps.status import collect
 from sweeps.study import coupled_batches
 from tests.capture.test_capture import write_chats
 from tests.sweeps.conftest import Bench
@@ -51,10 +52,11 @@ def test_points_share_the_passes_of_workers_that_run_beside_them(tmp_path: Path,
     assert "store.cap_gib=0.0001 is too small for eagle3-x1-s0" in refused
     assert not (folder / "store").exists()
     out = study(tmp_path, tiny_target, "store.cap_gib=0.0008")
-    assert "passes 1 of 1: eagle3-x1-s0" in out
+    assert "group 1 of 1: eagle3-x1-s0" in out
+    assert " share their passes: " in out
     assert out.count("started again") == 0
     assert "rolling: capture waited" in out
-    assert "of 3 threads" in out or "the split of 1 to 2 threads is balanced" in out
+    assert "threads" in out.partition("rolling: ")[2] or "both wait" in out  # by how fast this machine is
     results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
     assert sorted(r["data_scale"] for r in results) == [1, 2]
     assert all(r["tau_replay"]["held"]["tau"] >= 1 for r in results)
@@ -125,26 +127,87 @@ def test_on_a_cluster_two_coupled_jobs_start_beside_each_other(tmp_path: Path) -
         ((0.5, 0.0), "of 8 threads, 2 for capture and 6 for training"),
         ((0.0, 0.5), "of 8 threads, 4 for capture and 4 for training"),
         ((0.1, 0.1), "the split of 3 to 5 threads is balanced"),
+        ((0.0, 0.15), "no split of 8 threads is nearer to balance than 3 to 5"),
     ],
 )
 def test_the_split_that_would_balance(waited: tuple[float, float], words: str) -> None:
     assert words in balanced(3, 5, *waited, "threads")
 
 
-def test_how_the_sides_waited_is_seen_from_files_alone(tmp_path: Path) -> None:
-    cfg = compose([f"paths.outputs={tmp_path}", *ROLLS[3:]])
+def test_where_both_sides_wait_the_cause_is_named_and_no_split(tmp_path: Path) -> None:
+    split = CoupledConfig(capture_threads=1, train_threads=1)
+    for kind in ("local", "slurm"):
+        words = advice(kind, [split], [split], 0.49, 0.83)
+        assert "store.cap_gib" in words
+        assert "data.window" in words
+        assert "balance" not in words
+    assert advice("local", [split], [split], 0.1, 0.1).endswith("the split of 1 to 1 threads is balanced")
+    assert advice("local", [CoupledConfig()], [CoupledConfig()], 0.5, 0.1) == ""  # nothing is split
+
+
+def trained(folder: Path, session: str, train: float, data: float) -> None:
+    cfg = compose([f"paths.outputs={folder.parent.parent}", *ROLLS[3:], f"launch.rolling.session={session}"])
+    save(cfg, folder / "config.yaml")
+    write_json(folder / "train.json", {"wall_seconds": {"train": train, "data": data}})
+
+
+def test_how_the_sides_of_the_last_group_waited_is_seen_from_files_alone(tmp_path: Path) -> None:
+    cfg = compose([f"paths.outputs={tmp_path}", "launch=slurm", "launch.rolling.workers=4", *ROLLS[3:]])
     folder = Path(cfg.paths.study)
     assert waiting(cfg) == ""
-    write_json(folder / "x1" / "train.json", {"wall_seconds": {"train": 30.0, "data": 10.0}})
+    trained(folder / "x1", "1", 30.0, 10.0)
     assert waiting(cfg) == ""
-    write_json(folder / "x2" / "train.json", {"wall_seconds": {"train": 50.0, "data": 10.0}})
-    lines = [{"session": "1", "worker": n, "shards": 9, "busy_s": 10.0, "waited_s": 30.0} for n in (1, 0, 2, 3)]
+    trained(folder / "x2", "1", 50.0, 10.0)
+    trained(folder / "x0", "0", 1.0, 99.0)  # of the group before, with what its worker said
+    lines = [{"session": "0", "worker": 0, "shards": 9, "busy_s": 99.0, "waited_s": 0.0}]
+    lines += [{"session": "1", "worker": n, "shards": 9, "busy_s": 10.0, "waited_s": 30.0} for n in (1, 0, 2, 3)]
     (folder / "rolling.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert waiting(cfg) == (
-        "rolling: capture waited 75 % of its time, training 20 %; launch.rolling.workers=1 in place of 4 would balance"
+        "rolling, the last group that has ended: capture waited 75 % of its time, training 20 %; "
+        "launch.rolling.workers=1 in place of 4 would balance"
     )
-    (folder / "rolling.jsonl").write_text(json.dumps(lines[0] | {"waited_s": 3.0}) + "\n")
+    cfg.launch.rolling.workers = 2
+    (folder / "rolling.jsonl").write_text(json.dumps(lines[1] | {"waited_s": 3.0}) + "\n")
     assert waiting(cfg).endswith("training 20 %; launch.rolling.workers=2 is balanced")
+
+
+def test_of_a_group_that_runs_the_figures_so_far_are_those_of_its_signs_and_logs(tmp_path: Path) -> None:
+    cfg = compose([f"paths.outputs={tmp_path}", "launch.rolling.workers=2", *ROLLS[3:]])
+    folder = Path(cfg.paths.study)
+    sign = {"beat": 3, "owner": "1-ab", "ended": False, "busy_s": 30.0, "waited_s": 10.0}
+    for number in (0, 1):
+        write_json(Path(cfg.paths.store) / "workers" / f"{number}.json", sign)
+    write_json(folder / "rolling" / "1-ab.json", {"x1": {}})
+    assert waiting(cfg) == ""  # the point has logged nothing
+    write_json(folder / "x1" / "status.json", {"started": 100.0})
+    rows = [
+        {"time": 50.0, "tokens": 1000, "tokens_per_s": 1.0, "data_wait": 1.0},  # of an attempt before
+        {"time": 150.0, "tokens": 2000, "tokens_per_s": 10.0, "data_wait": 0.2},
+        {"time": 160.0, "val_loss": 1.0},
+        {"time": 170.0, "tokens": 2100, "tokens_per_s": 10.0, "data_wait": 0.0},
+    ]
+    (folder / "x1" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    # Training: 100 s at 20 % and 10 s at 0 %.
+    assert waiting(cfg) == "rolling, the group that runs, so far: capture waited 25 % of its time, training 18 %"
+    for number in (0, 1):
+        write_json(Path(cfg.paths.store) / "workers" / f"{number}.json", sign | {"ended": True})
+    assert waiting(cfg) == ""
+
+
+def test_a_session_that_was_made_up_for_by_a_later_one_is_neither_shown_nor_counted(tmp_path: Path) -> None:
+    cfg = compose([f"paths.outputs={tmp_path}", *ROLLS[3:]])
+    folder = Path(cfg.paths.study)
+    save(cfg, folder / "study.yaml")
+    killed = {"state": "running", "attempt": 1, "started": 1.0, "host": "here"}
+    for session in ("0-a", "0-b"):
+        workers, points = make_session(cfg, [cfg], 0)
+        for job in (*workers, *points):
+            job.cfg.launch.rolling.session = session
+            save(job.cfg, job.folder / "config.yaml")
+            write_json(job.folder / "status.json", killed)
+    assert [s.name for s in collect(folder) if s.name.startswith("roll")] == ["roll-0-b-0-of-1"]
+    write_json(points[0].folder / "config.yaml", {"damaged": True})
+    assert [s.state for s in collect(folder) if s.name == points[0].name] == ["damaged"]
 
 
 def test_a_point_that_was_trained_before_the_session_is_not_counted_whatever_the_clocks_say(tmp_path: Path) -> None:
@@ -197,3 +260,20 @@ def test_the_plan_tells_what_either_way_to_feed_later_epochs_costs(tmp_path: Pat
     assert "rolling: at most 1 GiB of the hidden states at a time" in text
     assert "store.later_epochs=fp8 (chosen): " in text
     assert "store.later_epochs=recapture: " in text
+    assert "up to 4 points share their passes" in text
+    assert "will be refused" not in text
+
+
+@pytest.mark.parametrize(("cap_gib", "is_warned"), [(0.0087, True), (0.0089, False)])
+def test_a_cap_below_two_windows_is_said_before_anything_is_prepared(
+    tmp_path: Path, cap_gib: float, is_warned: bool
+) -> None:
+    """Two windows of 8 sequences of 128 tokens of 4 x 576 x 2 bytes: 9.0 MiB, or 0.00879 GiB."""
+    sizes = "hidden_size: 576, intermediate_size: 1536, num_hidden_layers: 30, vocab_size: 49152"
+    shape = f"target.shape={{{sizes}, num_attention_heads: 9}}"
+    rolls = ["data.scale=2", "seed=0", "store.mode=rolling", f"store.cap_gib={cap_gib}", "data.window=8"]
+    lengths = ["corpus.max_length=128", "plan.tokens_per_sequence=364", f"paths.outputs={tmp_path}"]
+    text = describe(plan([*rolls, *lengths, shape]))
+    assert (f"store.cap_gib={cap_gib:g} will be refused" in text) == is_warned
+    assert "each point has passes of its own" in text
+    assert "(assumed: all of corpus.max_length=128 tokens, below plan.tokens_per_sequence=364)" in text
