@@ -81,11 +81,12 @@ def run_step(name: str, call: Call) -> int:
 
 def prepare(call: Call) -> int:
     cfg = call.config()
+    from eagle3_train.capture import captured_rows
     from eagle3_train.corpus import prepare as prepare_corpus
     from eagle3_train.target import prepare_target
 
     prepare_target(cfg.target, folder=cfg.paths.target)
-    prepare_corpus(cfg)
+    prepare_corpus(cfg, captured_rows(cfg))
     return 0
 
 

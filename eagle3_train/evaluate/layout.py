@@ -34,7 +34,8 @@ class Column:
 def laid_out(title: str, columns: Sequence[Column], width: int) -> list[Table]:
     """The tables to print in `width` characters: one, with several lines a row if it must be; else several, below each
     other. Columns without any content are left out."""
-    shown, risen = [], []
+    shown: list[Column] = []
+    risen: list[Column] = []
     for column in columns:
         if not any(any(cell) for cell in column.cells):
             continue
