@@ -64,6 +64,8 @@ def run_step(name: str, call: Call) -> int:
     """Run a step here, or hand it to a launcher where it takes more than this process. Ranks, which a launcher started,
     run it themselves."""
     step = STEPS[name]
+    if call.resolved is None and name != "study" and _rank() == 0:  # the points of a study may have several heads
+        _note_unread(call)
     if step.sets and call.resolved is None:
         call = replace(call, overrides=[*call.overrides, *step.sets])
     if step.is_job and call.resolved is None and "RANK" not in os.environ:
@@ -77,6 +79,13 @@ def run_step(name: str, call: Call) -> int:
     if name in WITHOUT_DRY_RUN and call.resolved is None and call.config().dry_run:
         raise ValueError(f"dry_run=true: {name} has no plan to show; `eagle3 study dry_run=true` plans the whole study")
     return step.run(call)
+
+
+def _note_unread(call: Call) -> None:
+    if any(word.lstrip("+").startswith("draft.") for word in call.overrides):
+        kind = call.config().draft.kind
+        if keys := config.unread(call.overrides, kind):
+            say(f"note: {', '.join(keys)}: not read by draft heads of kind {kind}")
 
 
 def prepare(call: Call) -> int:
