@@ -19,6 +19,7 @@ from eagle3_train.files import inside, is_file
 
 if TYPE_CHECKING:
     from eagle3_train.drafts import Draft
+    from sweeps.cost import Data
 
 
 @dataclass(frozen=True)
@@ -184,13 +185,26 @@ def _refuse_another_store(cfg: Config) -> None:
 def _estimate(cfg: Config) -> int:
     from sweeps.estimate import describe_point
 
-    parameters = None
+    parameters = counted = None
     if is_file(inside(cfg.paths.store, "manifest.json")):
         from eagle3_train.train import parameter_counts
 
-        parameters = parameter_counts(cfg)
-    say(describe_point(cfg, parameters))
+        parameters, counted = parameter_counts(cfg), _counted(cfg)
+    say(describe_point(cfg, parameters, counted))
     return 0
+
+
+def _counted(cfg: Config) -> Data | None:
+    """The rows of the store that a point trains on; None where it needs more than are there."""
+    from eagle3_train.store import Store, rows_of
+    from sweeps.cost import Data
+
+    index = Store.open(cfg.paths.store).index
+    rows = rows_of(index.n_tokens, cfg.reading)
+    if rows > len(index):
+        return None
+    tokens, supervised = (int(column[:rows].sum()) for column in (index.n_tokens, index.n_supervised))
+    return Data(rows, tokens, supervised, exact=True)
 
 
 @contextmanager
