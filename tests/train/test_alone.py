@@ -44,7 +44,7 @@ def test_the_plan_of_a_point(outputs: NewOutputs, capsys: pytest.CaptureFixture[
     assert not cfg.point_dir.exists()
     STEPS["train"].run(Call(overrides(folder, **part), []))
     trained = record(cfg.point_dir)
-    assert f" {trained['unique_tokens']:,} tokens, 2 epochs" in out
+    assert f" {trained['unique_tokens']:,} tokens, 3 epochs" in out
     assert round(cost.data_of(cfg).of(cfg).tokens) != trained["unique_tokens"]
     assert f"steps: {trained['steps']} of 100 tokens, {trained['consumed_tokens']:,} tokens in all" in out
     assert "already" not in out
