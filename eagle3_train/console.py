@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 console = Console(soft_wrap=True)
 if not console.is_terminal:
-    console.width = 140  # a log has no width of its own, and 80 columns cut tables
+    console.width = 140  # a log has no width of its own
 QUIET_INTERVAL_S = 10.0  # between lines where the output is no terminal (a log file, CI)
 
 

@@ -19,6 +19,7 @@ from eagle3_train.files import inside, is_file
 
 if TYPE_CHECKING:
     from eagle3_train.drafts import Draft
+    from sweeps.cost import Data
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def run_step(name: str, call: Call) -> int:
     """Run a step here, or hand it to a launcher where it takes more than this process. Ranks, which a launcher started,
     run it themselves."""
     step = STEPS[name]
+    if call.resolved is None and name != "study" and _rank() == 0:  # the points of a study may have several heads
+        _note_unread(call)
     if step.sets and call.resolved is None:
         call = replace(call, overrides=[*call.overrides, *step.sets])
     if step.is_job and call.resolved is None and "RANK" not in os.environ:
@@ -79,13 +82,21 @@ def run_step(name: str, call: Call) -> int:
     return step.run(call)
 
 
+def _note_unread(call: Call) -> None:
+    if any(word.lstrip("+").startswith("draft.") for word in call.overrides):
+        kind = call.config().draft.kind
+        if keys := config.unread(call.overrides, kind):
+            say(f"note: {', '.join(keys)}: not read by draft heads of kind {kind}")
+
+
 def prepare(call: Call) -> int:
     cfg = call.config()
+    from eagle3_train.capture import captured_rows
     from eagle3_train.corpus import prepare as prepare_corpus
     from eagle3_train.target import prepare_target
 
     prepare_target(cfg.target, folder=cfg.paths.target)
-    prepare_corpus(cfg)
+    prepare_corpus(cfg, captured_rows(cfg))
     return 0
 
 
@@ -174,13 +185,26 @@ def _refuse_another_store(cfg: Config) -> None:
 def _estimate(cfg: Config) -> int:
     from sweeps.estimate import describe_point
 
-    parameters = None
+    parameters = counted = None
     if is_file(inside(cfg.paths.store, "manifest.json")):
         from eagle3_train.train import parameter_counts
 
-        parameters = parameter_counts(cfg)
-    say(describe_point(cfg, parameters))
+        parameters, counted = parameter_counts(cfg), _counted(cfg)
+    say(describe_point(cfg, parameters, counted))
     return 0
+
+
+def _counted(cfg: Config) -> Data | None:
+    """The rows of the store that a point trains on; None where it needs more than are there."""
+    from eagle3_train.store import Store, rows_of
+    from sweeps.cost import Data
+
+    index = Store.open(cfg.paths.store).index
+    rows = rows_of(index.n_tokens, cfg.reading)
+    if rows > len(index):
+        return None
+    tokens, supervised = (int(column[:rows].sum()) for column in (index.n_tokens, index.n_supervised))
+    return Data(rows, tokens, supervised, exact=True)
 
 
 @contextmanager

@@ -184,14 +184,18 @@ def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Da
     return lines
 
 
-def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
-    """One point before it is trained: steps, tokens, FLOPs, memory and time, as far as known. `parameters`: of its head
-    by part, where the store that it is built from is there."""
-    data, shape = cost.data_of(cfg).of(cfg), cost.shape_of(cfg)
-    about = data.sure or "about "
+def describe_point(cfg: Config, parameters: Mapping[str, int] | None, counted: cost.Data | None) -> str:
+    """One point before it is trained: steps, tokens, FLOPs, memory and time, as far as known.
+
+    Args:
+        parameters: of its head by part, where the store that it is built from is there.
+        counted: its own rows of that store; None where they are not all there.
+    """
+    data, shape = counted or cost.data_of(cfg).of(cfg), cost.shape_of(cfg)
+    about = "" if counted else data.sure or "about "
     steps, consumed = cost.optimizer_steps(cfg, data), cost.epochs(cfg, data) * data.tokens
     lines = [
-        f"point {cfg.point_name}, in {cfg.point_dir}",
+        f"point {cfg.point_name}, in {cfg.point_dir}{_standing(cfg)}",
         f"  data: {data.sequences:,} sequences, {about}{data.tokens:,.0f} tokens, {_length(cfg)}",
         f"  steps: {about}{steps:,} of {cfg.train.batch_tokens:,} tokens, {about}{consumed:,.0f} tokens in all",
     ]
@@ -210,6 +214,12 @@ def describe_point(cfg: Config, parameters: Mapping[str, int] | None) -> str:
             f"  compute: {about}{flops:.2g} FLOPs{speed.text(flops) if speed else ''}",
         ]
     )
+
+
+def _standing(cfg: Config) -> str:
+    done = {"trained": "train.json", "evaluated": "result.json"}
+    words = " and ".join(word for word, name in done.items() if (cfg.point_dir / name).is_file())
+    return f": {words} already" if words else ""
 
 
 @dataclass(frozen=True)

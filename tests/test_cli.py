@@ -137,6 +137,10 @@ def test_cfg_job_prints_a_configuration_that_a_launcher_can_pass_on(
         (["train", "--resolved"], "--resolved needs the file"),
         (["train", "--resolved", "/none.yaml"], "/none.yaml: no such file"),
         (["train", "--cfg", "hydra"], "`--cfg job`"),
+        (
+            ["prepare", "eval.tasks=[{name: gsm, source: held_out}]"],
+            "not among eval.tasks: give eval.decode_tasks=[gsm] or eval.decode_tasks=[]",
+        ),
         (["evaluate"], "run `eagle3 train` with the same overrides first"),
         (["study", "status"], "holds no study yet"),
         (
@@ -160,6 +164,24 @@ def test_a_mistake_is_named_in_two_lines_at_most_and_exit_code_2(
     assert words in err
     assert err.count("\n") <= 2
     assert not any(tmp_path.iterdir())  # before any work
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unread"),
+    [
+        (["draft=medusa", "draft.eagle1.noise=0.1", "draft.medusa.layers=1"], "draft.eagle1.noise"),
+        (["draft=medusa", "draft.init_layer=random", "draft.steps=3"], "draft.init_layer"),
+        (["draft=eagle1", "draft.eagle1.noise=0.1"], None),
+    ],
+    ids=lambda v: str(v),
+)
+def test_options_of_other_heads_on_the_command_line_are_noted(
+    overrides: list[str], unread: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, out, err = eagle3(capsys, "train", f"paths.outputs={tmp_path}", *overrides)
+    assert "error: " in err  # there is no store
+    kind = overrides[0].removeprefix("draft=")
+    assert out == (f"note: {unread}: not read by draft heads of kind {kind}\n" if unread else "")
 
 
 def test_resolved_and_overrides_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

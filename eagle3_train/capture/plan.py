@@ -20,6 +20,8 @@ from eagle3_train.files import code_version
 from eagle3_train.store import MAY_DIFFER, Store, StoreSpec, inside, is_rolling, missing_shards, shard_rows
 from eagle3_train.target import chat_template_hash, text_config, tokenizer_hash, weight_hash
 
+from .captured import expect_same_rows
+
 
 @dataclass(frozen=True)
 class Job:
@@ -107,6 +109,7 @@ def plan(cfg: Config, target: Path, device: torch.device) -> list[Job]:
         part = report["parts"][name]
         spec = {**common, "n_rows": part["sequences"], "config": {"rows": part["content"]}, **spec}
         wanted = StoreSpec(n_shards=min(shards, part["sequences"]), **spec)
+        expect_same_rows(cfg, path, wanted)
         finished, missing = state_of(path, wanted)
         rows = corpus / f"{name}.parquet"
         state = expect_content(rows, part["content"]) if missing or cfg.rolls else None

@@ -19,6 +19,7 @@ from eagle3_train.config.checks import check, layer_ids, parse_objective
 from eagle3_train.config.schema import (
     HEADS,
     SAMPLING,
+    UNUSED_BY,
     BlockConfig,
     CaptureConfig,
     Config,
@@ -51,6 +52,7 @@ __all__ = [
     "PathsConfig", "ServeConfig", "SourceConfig", "TargetConfig", "TaskConfig", "TrackerConfig", "TrainConfig",
     "TreeConfig", "check", "compose", "compose_raw", "conf_dir", "digest", "is_of_target", "layer_ids", "load",
     "parse_objective", "parse_overrides", "register", "relocated", "resolve", "save",
+    "unread",
 ]  # fmt: skip
 
 
@@ -138,6 +140,13 @@ def compose_raw(overrides: list[str]) -> DictConfig:
 def parse_overrides(overrides: list[str]) -> list[Override]:
     """Hydra's overrides as it reads them. Its own exception names the one that it cannot read."""
     return OverridesParser.create().parse_overrides(overrides)
+
+
+def unread(overrides: list[str], kind: str) -> list[str]:
+    """Keys of `overrides` that a draft head of this `kind` does not read, such as `draft.eagle1.noise` of Medusa."""
+    unused = {*(HEADS - {kind}), *UNUSED_BY.get(kind, ())}
+    keys = [str(override.key_or_group) for override in parse_overrides(overrides)]
+    return [key for key in keys if key.startswith("draft.") and key.split(".")[1] in unused]
 
 
 def compose(overrides: list[str]) -> Config:

@@ -365,7 +365,9 @@ def _evaluation(cfg: Config) -> None:
     for key, chosen in (("eval.decode_tasks", cfg.eval.decode_tasks), ("serve.tasks", cfg.serve.tasks)):
         for name in chosen:
             if name not in names:
-                raise ValueError(f"{key} names {name!r}, which is not among eval.tasks {names}")
+                raise ValueError(
+                    f"{key} names {name!r}, which is not among eval.tasks: give {key}=[{','.join(names)}] or {key}=[]"
+                )
     if cfg.export.path == "":
         raise ValueError("export.path is empty: give a folder, or null for the point's own")
     if not cfg.serve.concurrency or min(cfg.serve.concurrency) < 1:

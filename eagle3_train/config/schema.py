@@ -341,7 +341,7 @@ class TaskConfig:
 
     name: str = MISSING
     source: str = MISSING  # humaneval | held_out | file
-    path: str | None = None  # with source=file: JSONL with `turns` or `prompt`
+    path: str | None = None  # with source=file: JSONL with `turns`, `prompt`, `question` or `messages`
     prompts: int = 32
     new_tokens: int = 64
     max_prompt_tokens: int = 384

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,30 +27,37 @@ from .pool import Pool
 from .readers import SourceReport, fingerprint, read_conversations, sources_of
 from .report import Tally, show
 from .rows import ANEW, Row, RowWriter
-from .tasks import prompt_rows, task_prompts
+from .tasks import Prompts, prompt_rows, read_prompts, task_prompts
 from .template import Encoded, Template
 
 VERSION = 2  # of what this room makes of the same input: raised when rows would come out otherwise
 REPORT = "report.json"
+CONTENTS = ("path", "file")  # of a source and of a task: hashes of what the files hold
+MISSING = object()  # a key that is not there differs from one that is null
 TASK = "eval.tasks."  # + name: what the prompts of a task depend on
 
 
-def prepare(cfg: Config) -> dict[str, Any]:
+def prepare(cfg: Config, captured: Mapping[str, tuple[str, str]] | None = None) -> dict[str, Any]:
     """Write `paths.corpus`: train.parquet, validation.parquet, tasks/<task>.parquet, report.json. Returns the report.
 
     Done once: with the same options and input files it does nothing; a change that matters redoes it, and is named. An
     interrupted preparation starts from the beginning. What is there stays until all of the new is written.
 
+    Args:
+        captured: of each part of the report that was captured: the store, and the content of the rows that it holds.
+
     Raises:
-        ValueError: a missing file, a template that cannot be masked, too few usable conversations.
+        ValueError: a missing file, a template that cannot be masked, too few usable conversations; rows of the corpus
+            that is there would change, and a store holds them.
     """
     folder = Path(cfg.paths.corpus)
     target = prepare_target(cfg.target, cfg.paths.target)
     model = text_config(target)
     layer_ids(cfg.capture, model["num_hidden_layers"])
     identity = _identity(cfg, target)
+    previous: dict[str, Any] | None = None
     if (folder / REPORT).is_file():
-        report = _read_report(folder)
+        report = previous = _read_report(folder)
         if not (changes := _changes(report["identity"], identity)):
             say(f"corpus: {folder} is ready")
             return report
@@ -60,10 +67,11 @@ def prepare(cfg: Config) -> dict[str, Any]:
     tokenizer = load_tokenizer(target, cfg.target.chat_template, cfg.target.trust_remote_code)
     template = Template(tokenizer, stop_ids(target, tokenizer), cfg.target.chat_template_args)
     vocabulary = min(len(tokenizer), model["vocab_size"])
+    prompts = read_prompts(cfg.eval.tasks)  # small files: what is wrong with them shows before the sources are read
     with _aside(folder) as aside, Pool(aside, cfg.corpus.seed, cfg.corpus.held_out_fraction) as pool:
         sources = {source.name: _fill(pool, source, vocabulary) for source in sources_of(cfg.corpus)}
         kept = pool.mix({source.name: source.weight for source in sources_of(cfg.corpus)})
-        parts = _write(cfg, pool, template, aside, sources)
+        parts = _write(cfg, pool, template, aside, sources, prompts)
         report = {
             "identity": identity,
             "digest": digest(identity, 16),
@@ -71,6 +79,8 @@ def prepare(cfg: Config) -> dict[str, Any]:
             "usable": {"train": pool.size(held_out=False), "held_out": pool.size(held_out=True)},
             "parts": parts,
         }
+        if previous is not None:
+            _refuse_lost_rows(folder, previous, report, captured or {})
         (folder / REPORT).unlink(missing_ok=True)  # from here on the folder is unfinished
         for name in parts:
             file = folder / f"{name}.parquet"
@@ -107,13 +117,32 @@ def expect_report(cfg: Config, target: Path) -> dict[str, Any]:
     found = report["identity"]
     wanted = _identity(cfg, target, found)
     # Prompts of more tasks than are asked for do no harm.
-    if changes := [k for k in _changes(found, wanted) if k in wanted or not k.startswith(TASK)]:
-        differences = [f"{k}={found.get(k)!r}, now {wanted.get(k)!r}" for k in changes]
+    found = {k: v for k, v in found.items() if k in wanted or not k.startswith(TASK)}
+    if changes := in_words(found, wanted):
         raise ValueError(
-            f"the corpus {folder} was prepared with {'; '.join(differences)}: restore these values, or run `eagle3 "
-            "prepare` with the new ones"
+            f"the corpus {folder} was prepared otherwise ({changes}): restore these values, "
+            "or run `eagle3 prepare` with the new ones (the same overrides as here)"
         )
     return report
+
+
+def _refuse_lost_rows(
+    folder: Path, old: dict[str, Any], new: dict[str, Any], captured: Mapping[str, tuple[str, str]]
+) -> None:
+    """ValueError where rows that a store was captured from are others in the `new` report than in the `old`."""
+    lost = []
+    for part, (store, content) in captured.items():
+        was, now = old["parts"].get(part), new["parts"].get(part)
+        if was and now and was["content"] == content != now["content"]:
+            lost.append((f"{part}: {was['tokens']:,} tokens, would be {now['tokens']:,}", store))
+    if lost:
+        stores = " ".join(store for _, store in lost)
+        raise ValueError(
+            f"these changes ({in_words(old['identity'], new['identity'])}) give the corpus {folder} other rows than "
+            f"were captured ({'; '.join(rows for rows, _ in lost)}), and the store could not be used with them. The "
+            "corpus is left as it was. Restore the values; or give the new ones a study of their own (study.name=NAME);"
+            f" or give up what was captured: rm -r {stores}, and run `eagle3 prepare` again"
+        )
 
 
 def _read_report(folder: Path) -> dict[str, Any]:
@@ -177,8 +206,26 @@ def _content(source: SourceConfig, known: Any) -> Any:
     return known if isinstance(known, str) and not isinstance(found, str) else found
 
 
+def in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """How two identities differ, key by key, for a person: no hashes, no whole mappings; empty if they do not."""
+    changes = _changes(old, new)
+    words = []
+    for verb, before, after in (("added", old, new), ("removed", new, old)):
+        if names := [k.removeprefix(TASK) for k in changes if k.startswith(TASK) and k in after and k not in before]:
+            words.append(f"tasks {verb}: {', '.join(names)}")
+    for key in changes:
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, dict) and isinstance(now, dict):
+            inner = [f"{k}={was.get(k)!r}, now {now.get(k)!r}" for k in _changes(was, now) if k not in CONTENTS]
+            inner += [f"the content of its {k}" for k in _changes(was, now) if k in CONTENTS]
+            words.append(f"{key.replace(TASK, 'task ')} changed: {', '.join(inner)}")
+        elif not key.startswith(TASK):
+            words.append(f"{key}={was!r}, now {now!r}")
+    return "; ".join(words)
+
+
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k)]
+    return [k for k in sorted(old.keys() | new.keys()) if old.get(k, MISSING) != new.get(k, MISSING)]
 
 
 def _write(
@@ -187,6 +234,7 @@ def _write(
     template: Template,
     folder: Path,
     sources: dict[str, SourceReport],
+    read: dict[str, Prompts],
 ) -> dict[str, Any]:
     """Write all row files; returns the report of each, by its path within the folder less `.parquet`."""
     corpus, wanted = cfg.corpus, cfg.corpus.sequences
@@ -201,13 +249,13 @@ def _write(
     _require(n_validation, "held-out sequences", "corpus.validation_sequences", tally, sources)
     for task in cfg.eval.tasks:
         tally = tallies[f"tasks/{task.name}"] = Tally()
-        prompts = task_prompts(task, corpus.seed, pool, taken)
+        prompts = task_prompts(task, corpus.seed, read, pool, taken)
         with RowWriter(folder / "tasks" / f"{task.name}.parquet") as writer:
             for row in prompt_rows(task, prompts, template, filters, tally.skipped):
                 writer.add(row)
                 tally.row(row)
-        read = sources if task.source == "held_out" else {}
-        _require(task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally, read)
+        of = sources if task.source == "held_out" else {}
+        _require(task.prompts, f"{task.name} prompts", f"prompts of eval task {task.name!r}", tally, of)
     # Last, so that the filters know the held-out text and the prompts.
     tally = tallies["train"]
     with (

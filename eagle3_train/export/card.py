@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ tags: [speculative-decoding, {method}]
 ---
 # {kind} draft head for {name}
 
-A draft head for lossless speculative decoding of `{target}`. It has no use without that very model: it reads {states},
+A draft head for lossless speculative decoding of {target}. It has no use without that very model: it reads {states},
 and speaks its tokens.
 
 | | |
@@ -33,15 +34,15 @@ and speaks its tokens.
 
 ## Serve
 
-vLLM; a path is given for the target and one for the head:
+vLLM; HEAD is this folder{where}:
 
 ```bash
-vllm serve {target} --speculative-config '{{"method": "{method}", "model": "HEAD", "num_speculative_tokens": {steps}}}'
+vllm serve {served} --speculative-config '{{"method": "{method}", "model": "HEAD", "num_speculative_tokens": {steps}}}'
 ```
 {sglang}
 ## Limits
 
-- For `{target}` alone: another model, or a fine-tune of it, has other states, and drafts are then rarely accepted.
+- For {name} alone: another model, or a fine-tune of it, has other states, and drafts are then rarely accepted.
 - Tokens outside the draft vocabulary cannot be drafted; the target still generates them, one a forward.
 - Acceptance falls where text is unlike the training data, and with temperature. Output does not change, only speed.
 - Drafting pays where a forward of several tokens costs little more than one of a single token: small batches, GPUs.
@@ -66,13 +67,21 @@ def model_card(source: HeadSource, format: str, dtype: torch.dtype, result: dict
     coverage = result.get("vocab_coverage")
     kind, method = KINDS[head.kind]
     states, sglang = "its last hidden states", ""
+    # A folder is of the machine that the head was trained on: it is named once, the commands have a word for it.
+    is_folder = Path(source.target_name).is_absolute()
+    served = "TARGET" if is_folder else source.target_name
+    target = f"`{source.target_name}`"
+    if source.converted_from:
+        target = f"`{source.converted_from}` (converted to `{source.target_name}`)"
     if head.kind == "eagle3":
         states = f"the hidden states that enter its decoder layers {', '.join(map(str, source.layer_ids))}"
-        sglang = SGLANG.format(target=source.target_name, steps=head.steps, tokens=head.steps + 1)
+        sglang = SGLANG.format(target=served, steps=head.steps, tokens=head.steps + 1)
     return CARD.format(
         library="speculators" if format == "speculators" else "transformers",
-        name=result.get("target", source.target_name),
-        target=source.target_name,
+        name=result.get("target", Path(source.target_name).name),
+        target=target,
+        served=served,
+        where=", TARGET the folder of the target" if is_folder else "",
         kind=kind,
         method=method,
         states=states,

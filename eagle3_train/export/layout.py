@@ -34,6 +34,7 @@ class HeadSource:
     target: dict[str, Any]  # the target's config.json
     target_name: str  # hub id, or path, that an engine finds the target by
     layer_ids: tuple[int, ...]  # the head's inputs, ascending, in the convention of docs/store.md
+    converted_from: str | None = None  # what the folder `target_name` was made of, where it was made here
 
     @property
     def vocab_size(self) -> int:

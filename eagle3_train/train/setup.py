@@ -144,7 +144,8 @@ def head_source(cfg: Config) -> HeadSource:
     assert isinstance(head, Eagle3 | Eagle1 | Medusa)
     # An engine finds the target by its hub id, or by its folder: a converted file's is ours.
     local = Path(cfg.target.model).expanduser()
-    name = cfg.paths.target if cfg.target.model.endswith(".gguf") else str(local.absolute()) if local.is_dir() else None
+    is_converted = cfg.target.model.endswith(".gguf")
+    name = cfg.paths.target if is_converted else str(local.absolute()) if local.is_dir() else None
     if name is not None and Path(name).is_dir():  # the card names it
         store.expect(target_hash=weight_hash(name))
     return HeadSource(
@@ -152,6 +153,7 @@ def head_source(cfg: Config) -> HeadSource:
         target=read_target_part(cfg.paths.store, store.spec).config,
         target_name=name or cfg.target.model,
         layer_ids=tuple(store.spec.layer_ids[:-1]),
+        converted_from=cfg.target.model if is_converted else None,
     )
 
 

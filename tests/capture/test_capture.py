@@ -19,6 +19,7 @@ import torch
 
 from eagle3_train import config
 from eagle3_train.capture import capture, hf, run
+from eagle3_train.capture.captured import captured_rows
 from eagle3_train.capture.ends import target_bytes
 from eagle3_train.config import Config
 from eagle3_train.corpus import prepare, read_rows
@@ -219,11 +220,13 @@ def test_a_corpus_that_was_prepared_otherwise_is_refused_by_name(
     change: str, cfg: Config, folder: Path, tiny_target: Path
 ) -> None:
     key, _, value = change.partition("=")
-    with pytest.raises(ValueError, match=rf"was prepared with {key}=\d+, now {value}: .*eagle3 prepare"):
+    with pytest.raises(ValueError, match=rf"was prepared otherwise \({key}=\d+, now {value}\): .*eagle3 prepare"):
         capture(study(folder, tiny_target, change))
-    task = "eval.tasks=[{name: new, source: held_out, prompts: 2}]"
-    with pytest.raises(ValueError, match=r"eval\.tasks\.new=None, now .*eagle3 prepare"):
-        capture(study(folder, tiny_target, task))
+    tasks = "{name: new, source: held_out, prompts: 2}, {name: held, source: held_out, prompts: 5}"
+    words = r"\(tasks added: new; task held changed: prompts=6, now 5\): .*eagle3 prepare"
+    with pytest.raises(ValueError, match=words) as caught:
+        capture(study(folder, tiny_target, f"eval.tasks=[{tasks}]"))
+    assert "{" not in str(caught.value)
     assert not Path(cfg.paths.store).exists()
 
 
@@ -239,6 +242,56 @@ def test_the_origin_of_a_store_stays_and_another_is_refused(cfg: Config, folder:
     with pytest.raises(ValueError, match=r"was captured with target\.revision=None, now 'other'"):
         capture(study(folder, tiny_target, "target.revision=other"))
     assert files(cfg.paths.store) == before
+
+
+def with_leak(folder: Path) -> str:
+    """A task whose only prompt is what a conversation of the training rows asks."""
+    (folder / "leak.jsonl").write_text(json.dumps({"question": "hello, the question is " + str(trained(folder))}))
+    tasks = "{name: held, source: held_out, prompts: 6, new_tokens: 10}"
+    return f"eval.tasks=[{tasks}, {{name: leak, source: file, path: {folder}/leak.jsonl, prompts: 1}}]"
+
+
+def trained(folder: Path) -> int:
+    rows = pq.read_table(folder / "quickstart" / "corpus" / "train.parquet", columns=["sample_id"])["sample_id"]
+    return int(str(rows[0]).removeprefix("sharegpt/c").removesuffix("_0"))
+
+
+def test_tasks_are_added_to_a_captured_store_unless_they_change_its_rows(
+    cfg: Config, folder: Path, tiny_target: Path
+) -> None:
+    """A prompt that no training text holds changes no row; one that it holds would, and the corpus stays as it was."""
+    capture(cfg)
+    corpus = Path(cfg.paths.corpus)
+    (folder / "new.jsonl").write_text(json.dumps({"question": "what is in nobody's conversation"}))
+    tasks = "{name: held, source: held_out, prompts: 6, new_tokens: 10}"
+    new = f"{{name: new, source: file, path: {folder}/new.jsonl, prompts: 1, new_tokens: 4}}"
+    more = study(folder, tiny_target, f"eval.tasks=[{tasks}, {new}]")
+    store = files(cfg.paths.store)
+    prepare(more, captured_rows(more))
+    capture(more)
+    assert store.items() <= files(cfg.paths.store).items()
+    assert (Path(cfg.paths.store) / "transcripts/new/manifest.json").is_file()
+
+    leaking = study(folder, tiny_target, with_leak(folder))
+    before = files(str(corpus))
+    words = r"\(tasks added: leak; tasks removed: new\) .* other rows .*\(train: .*study\.name=.*rm -r .*/store, and"
+    with pytest.raises(ValueError, match=words):
+        prepare(leaking, captured_rows(leaking))
+    assert files(str(corpus)) == before
+
+
+def test_a_store_of_other_rows_is_refused_in_words(cfg: Config, folder: Path, tiny_target: Path) -> None:
+    """Also one that is captured in part."""
+    capture(cfg)
+    leaking = study(folder, tiny_target, with_leak(folder))
+    prepare(leaking)  # without a look at the store
+    words = r"other rows than the corpus .* \(since then: tasks added: leak\).*prepare.*study\.name=NAME.*rm -r"
+    with pytest.raises(ValueError, match=words) as caught:
+        capture(leaking)
+    assert "{" not in str(caught.value)
+    (Path(cfg.paths.store) / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=words):
+        capture(leaking)
 
 
 def reversed_rows(table: pa.Table) -> pa.Table:
@@ -417,7 +470,7 @@ def test_what_a_killed_capture_left_of_another_target_is_replaced(
 
 def test_prompts_that_were_not_prepared_are_not_captured(cfg: Config, folder: Path, tiny_target: Path) -> None:
     task = "{name: held, source: held_out, prompts: 6, new_tokens: 10, max_prompt_tokens: 20}"
-    with pytest.raises(ValueError, match=r"tasks.held=.*'max_prompt_tokens': 384.*, now .*20.*: .*eagle3 prepare"):
+    with pytest.raises(ValueError, match=r"task held changed: max_prompt_tokens=384, now 20\).*eagle3 prepare"):
         capture(study(folder, tiny_target, f"eval.tasks=[{task}]"))
-    with pytest.raises(ValueError, match=r"tasks.more=None, now .*eagle3 prepare"):
+    with pytest.raises(ValueError, match=r"\(tasks added: more\): .*eagle3 prepare"):
         capture(study(folder, tiny_target, "eval.tasks=[{name: more, source: held_out, prompts: 6, new_tokens: 10}]"))

@@ -14,6 +14,7 @@ from eagle3_train import config
 from eagle3_train.config import Config, TaskConfig
 from eagle3_train.corpus import prepare, read_lengths, read_rows, tasks
 from eagle3_train.corpus.order import is_held_out, order_key
+from eagle3_train.corpus.tasks import read_prompts
 from eagle3_train.files import find_package_file
 
 
@@ -181,6 +182,27 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(folder: Path, tin
 def test_mistakes_are_named(override: str, words: str, folder: Path, tiny_target: Path) -> None:
     with pytest.raises(ValueError, match=words):
         prepare(study(folder, tiny_target, override))
+
+
+def test_a_bad_prompt_file_is_named_before_the_sources_are_read(
+    folder: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes."""
+    monkeypatch.setitem(prepare.__globals__, "_fill", lambda *_: pytest.fail("a source was read"))
+    cfg = study(folder, tiny_target)
+    (folder / "prompts.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    with pytest.raises(ValueError, match=r"eval task 'own': .*record 1 has neither .* it has answer, problem"):
+        prepare(cfg)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "one"}) + "\n")
+    with pytest.raises(ValueError, match=r"eval task 'own': .* holds 1 prompts of the 2"):
+        prepare(cfg)
+
+
+def test_questions_of_gsm8k_are_prompts(folder: Path) -> None:
+    path = folder / "gsm.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": "2 + 2 = 4 #### 4"}) + "\n")
+    task = TaskConfig(name="gsm", source="file", path=str(path), prompts=1)
+    assert read_prompts([task]) == {"gsm": {"gsm/0": [{"role": "user", "content": "How many?"}]}}
 
 
 def test_questions_that_share_an_id_are_refused(folder: Path, tiny_target: Path) -> None:

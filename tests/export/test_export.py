@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,18 @@ def test_the_card_says_what_the_head_is_and_how_to_serve_it(tmp_path: Path) -> N
     ):  # fmt: skip
         assert words in card, words
     assert "Not measured." in (export_head(make_source(), tmp_path / "b", "eagle", FP32) / "README.md").read_text()
+
+
+@pytest.mark.parametrize("origin", [None, "package:llm_x/tiny.gguf"])
+def test_the_card_names_a_local_folder_once_and_what_it_was_made_of(origin: str | None, tmp_path: Path) -> None:
+    source = replace(make_source(), target_name="/here/target-model", converted_from=origin)
+    card = (export_head(source, tmp_path / "head", "eagle", FP32, {"target": "tiny"}) / "README.md").read_text()
+    assert card.count("/here/target-model") == 1
+    assert "vllm serve TARGET --speculative" in card
+    assert "TARGET the folder of the target" in card
+    assert "--model-path TARGET" in card
+    assert "For tiny alone" in card
+    assert origin is None or f"`{origin}` (converted to `/here/target-model`)" in card
 
 
 def test_check_says_what_to_install_where_the_library_is_absent(

@@ -37,20 +37,26 @@ def test_a_point_that_another_process_works_on_is_waited_for(
 
 def test_the_plan_of_a_point(outputs: NewOutputs, capsys: pytest.CaptureFixture[str]) -> None:
     folder = outputs("a")
-    cfg = tiny_config(folder)
-    assert STEPS["train"].run(Call(overrides(folder, dry_run="true"), [])) == 0
+    part = {"data__scale": 0.5}  # of the store, whose other rows are longer or shorter in the mean
+    cfg = tiny_config(folder, **part)
+    assert STEPS["train"].run(Call(overrides(folder, dry_run="true", **part), [])) == 0
     out = capsys.readouterr().out
     assert not cfg.point_dir.exists()
-    STEPS["train"].run(Call(overrides(folder), []))
+    STEPS["train"].run(Call(overrides(folder, **part), []))
     trained = record(cfg.point_dir)
-    assert f"steps: about {trained['steps']} of 100 tokens, about {trained['consumed_tokens']:,} tokens in all" in out
+    assert f" {trained['unique_tokens']:,} tokens, 3 epochs" in out
+    assert round(cost.data_of(cfg).of(cfg).tokens) != trained["unique_tokens"]
+    assert f"steps: {trained['steps']} of 100 tokens, {trained['consumed_tokens']:,} tokens in all" in out
+    assert "already" not in out
     parts = ", ".join(f"{part} {count:,}" for part, count in trained["parameters"].items())
     assert f"parameters: {parts}" in out
     assert "memory: about" in out
     assert "TFLOP/s" not in out  # no speed is known yet
     capsys.readouterr()
-    STEPS["train"].run(Call(overrides(folder, dry_run="true"), []))
-    assert "TFLOP/s of the points that are trained" in capsys.readouterr().out
+    STEPS["train"].run(Call(overrides(folder, dry_run="true", **part), []))
+    out = capsys.readouterr().out
+    assert "TFLOP/s of the points that are trained" in out
+    assert f"{cfg.point_dir}: trained already" in out
 
 
 def test_memory_of_shards(outputs: NewOutputs) -> None:

@@ -21,7 +21,7 @@ from eagle3_train.evaluate.serve import sglang
 from eagle3_train.evaluate.serve.client import Answer, Ask, Load, Prompt, complete, run_load, served_model
 from eagle3_train.evaluate.serve.counters import Counters, counters_after, read_counters
 from eagle3_train.evaluate.serve.server import check_sampling, vllm_server
-from eagle3_train.evaluate.serve.table import load_row, serve_table
+from eagle3_train.evaluate.serve.table import load_row, serve_tables
 from eagle3_train.evaluate.summary import summary_rows
 from eagle3_train.evaluate.transcripts import open_transcripts
 from eagle3_train.files import write_json, write_text
@@ -82,7 +82,7 @@ def serve_bench(
     write_text(point / REQUESTS, "".join(json.dumps(line) + "\n" for line in lines))
     setup = {"head": str(head), "target": str(target), "dtype": _dtype(cfg, target), "steps": steps}
     write_json(point / RESULT, {"setup": setup | _machine(), "rows": rows + others})
-    console.print(serve_table(others + rows))
+    console.print(*serve_tables(others + rows, console.width))
     return rows + others
 
 

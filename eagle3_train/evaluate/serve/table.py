@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from eagle3_train.evaluate.layout import Column, alpha_head, alphas, interval, laid_out, number
 from eagle3_train.evaluate.serve.client import Load
 
 
@@ -27,44 +28,43 @@ def load_row(load: Load) -> dict[str, Any]:
     }
 
 
-COLUMNS = (
-    "task", "T", "method", "at once", "tau", "alpha", "tokens/s", "speed-up", "p50 s", "p99 s", "first p50 s",
-    "first p99 s", "same output",
-)  # fmt: skip
+def serve_tables(rows: list[dict[str, Any]], width: int) -> list[Table]:
+    """Rows of `serve_bench`, to be printed below each other in `width` characters."""
+    alpha = [row.get("alpha") or row.get("counters", {}).get("alpha") or [] for row in rows]
+    columns = [
+        Column("task", [(row["task"],) for row in rows], describes=True, is_name=True),
+        Column("T", [(f"{row['temperature']:g}",) for row in rows], describes=True),
+        Column("method", [(row["method"],) for row in rows], describes=True, is_name=True),
+        Column("at once", [(str(row.get("concurrency", "")),) for row in rows], describes=True),
+        Column("tau", [_tau(row) for row in rows]),
+        Column(alpha_head(max(map(len, alpha), default=0)), [alphas(values) for values in alpha]),
+        *(Column(head, [_measured(row, key) for row in rows]) for head, key in MEASURED),
+        Column("same output", [_same(row) for row in rows]),
+    ]
+    return laid_out("In a server (intervals: 95 %, bootstrap over prompts)", columns, width)
 
 
-def serve_table(rows: list[dict[str, Any]]) -> Table:
-    """Rows of `serve_bench`."""
-    table = Table(title="In a server (intervals: 95 %, bootstrap over prompts)")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("task", "method") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["task"],
-            f"{row['temperature']:g}",
-            row["method"],
-            str(row.get("concurrency", "")),
-            _tau(row),
-            _alpha(row),
-            *(_number(row, key) for key in ("tokens_per_s", "speedup", "latency_p50", "latency_p99")),
-            *(_number(row, key) for key in ("first_p50", "first_p99")),
-            f"{row['lossless']}/{row['compared']}" if "compared" in row else "",
-        )
-    return table
+MEASURED = (
+    ("tokens/s", "tokens_per_s"),
+    ("speed-up", "speedup"),
+    ("p50 s", "latency_p50"),
+    ("p99 s", "latency_p99"),
+    ("first p50 s", "first_p50"),
+    ("first p99 s", "first_p99"),
+)
 
 
-def _tau(row: dict[str, Any]) -> str:
+def _tau(row: dict[str, Any]) -> tuple[str, ...]:
     """With its interval where requests were told apart, else the server's own count."""
     if row.get("tau") is not None:
-        return f"{row['tau']:.2f} ({row['tau_lo']:.2f}-{row['tau_hi']:.2f})"
+        return interval(row["tau"], row["tau_lo"], row["tau_hi"])
     counted = row.get("counters")
-    return f"{counted['tau']:.2f}" if counted else ""
+    return (number(counted["tau"]),) if counted else ()
 
 
-def _alpha(row: dict[str, Any]) -> str:
-    alpha = row.get("alpha") or row.get("counters", {}).get("alpha") or []
-    return " ".join("-" if a is None else f"{a:.2f}" for a in alpha)
+def _measured(row: dict[str, Any], key: str) -> tuple[str, ...]:
+    return (number(row[key]),) if isinstance(row.get(key), float) else ()
 
 
-def _number(row: dict[str, Any], key: str) -> str:
-    return f"{row[key]:,.2f}" if isinstance(row.get(key), float) else ""
+def _same(row: dict[str, Any]) -> tuple[str, ...]:
+    return (f"{row['lossless']}/{row['compared']}",) if "compared" in row else ()
