@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 console = Console(soft_wrap=True)
 if not console.is_terminal:
-    console.width = 140  # a log has no width of its own
+    # A log has no width of its own; in a launcher's, a job's name stands in front of its lines.
+    console.width = 114 if "EAGLE3_SUPERVISED" in os.environ else 140
 QUIET_INTERVAL_S = 10.0  # between lines where the output is no terminal (a log file, CI)
 
 

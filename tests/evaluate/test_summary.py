@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from rich.console import Console
 
 from eagle3_train.evaluate.records import Record, read_records, write_records
 from eagle3_train.evaluate.summary import Bootstrap, pooled_alpha, result_keys, summary_rows
-from eagle3_train.evaluate.table import evaluation_table
+from eagle3_train.evaluate.table import evaluation_tables
 
 
 def record(task: str, prompt: int, accepted: list[int], **more: object) -> Record:
@@ -70,15 +73,21 @@ def test_what_was_never_counted_is_none_without_warnings() -> None:
     json.dumps(row, allow_nan=False)
 
 
-def test_the_table_fits_a_log_with_a_name_in_front_whatever_the_steps() -> None:
+def test_the_table_of_a_job_fits_a_log_with_the_name_in_front_whatever_the_steps() -> None:
     (row,) = summary_rows([record("humaneval", 0, [1], seconds=1.0, plain_seconds=2.0, lossless=True)], 50, 0)
     row |= {"tokens": 12345, "alpha": [0.5] * 7}
+    show = "from eagle3_train.console import console; print(console.width)"
+    widths = [
+        int(subprocess.run([sys.executable, "-c", show], env=os.environ | env, check=True, capture_output=True).stdout)
+        for env in ({"EAGLE3_SUPERVISED": "1"}, {})
+    ]
+    assert widths[0] + len("eagle3-x1-s0-9394fd0a | ") <= widths[1] == 140
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(evaluation_table([row]))
+        console.print(*evaluation_tables([row], widths[0]))
     lines = capture.get().splitlines()
-    assert " ".join(["0.50"] * 7) in lines[-1]
-    assert max(len(line.rstrip()) for line in lines) + len("eagle3-x1-s0-9394fd0a | ") <= 140
+    assert max(map(len, lines)) <= widths[0]
+    assert capture.get().count("0.50") >= 7
 
 
 def test_result_keys() -> None:
