@@ -26,7 +26,7 @@ def note(text):
         f.write(f"{text} pid={os.getpid()}\n")
 
 
-def prepare(cfg):
+def prepare(cfg, captured):
     note("prepare")
     part = {"sequences": 256, "tokens": 1000, "supervised_tokens": 500}
     report = {"parts": {"train": part}, "digest": content_fingerprint(cfg.corpus.path)}
@@ -119,7 +119,7 @@ def module(name, **members):
 module("eagle3_train.corpus", prepare=prepare)
 module("eagle3_train.target", prepare_target=lambda cfg, folder: folder, load_target=lambda *a, **k: "target")
 module("eagle3_train.device", resolve_device=lambda name: name, resolve_dtype=lambda name, device: name)
-module("eagle3_train.capture", capture=capture, roll=roll, share_passes=share_passes)
+module("eagle3_train.capture", captured_rows=lambda cfg: {}, capture=capture, roll=roll, share_passes=share_passes)
 module("eagle3_train.train", train=train, load_head=lambda cfg, device: "head")
 module("eagle3_train.evaluate", measure=measure, check_target=lambda cfg, folder: None)
 module(
