@@ -123,7 +123,7 @@ def test_a_shard_of_another_capture_than_its_store_is_not_read(tmp_path: Path) -
     make_store(tmp_path / "other", target_hash="t1")
     (tmp_path / "other" / shard_name(1, 4)).replace(tmp_path / shard_name(1, 4))
     store = Store.open(tmp_path)
-    words = r"shard-00001.* is of another capture than its store \(target_hash: 't1', not 't0'\): delete it and run"
+    words = r"shard-00001.* is of another capture than its store \(target_hash: 't1', not 't0'\): delete it \("
     for read in (lambda: store[8], lambda: token_counts(store), store.require_own):
         with pytest.raises(ValueError, match=words):
             read()

@@ -59,7 +59,7 @@ def test_a_part_of_a_step_is_run_again_as_that_part(bench: Bench) -> None:
 
 
 def test_what_cannot_be_run_again_is_said(bench: Bench) -> None:
-    process = bench.start(*TWO, FAKE_SECONDS="600")
+    process = bench.start(*TWO, FAKE_SECONDS="100")
     wait_until(lambda: len(steps(bench, NAMES[0])) >= 1)
     assert f"{NAMES[0]}: another process works on it" in bench.run("study", "retry", NAMES[0])
     out = bench.run("study", "retry", NAMES[1], code=2)
