@@ -41,7 +41,7 @@ def start(target: Callable[..., None], cfg: Config, *args: Any) -> Any:
     return process
 
 
-def capture_after_both_have_planned(resolved: Path, meeting: Any, said: Any) -> None:
+def capture_after_both_have_planned(resolved: Path, meeting: Any, refused: Any, said: Any) -> None:
     plan, open_backend, opened = run.plan, run.open_backend, []
 
     def plan_and_meet(*args: Any) -> Any:
@@ -51,6 +51,7 @@ def capture_after_both_have_planned(resolved: Path, meeting: Any, said: Any) -> 
 
     def open_and_note(*args: Any) -> Any:
         opened.append(args)
+        refused.wait(60)  # it holds the store meanwhile
         return open_backend(*args)
 
     run.plan, run.open_backend = plan_and_meet, open_and_note  # type: ignore[assignment]
@@ -59,12 +60,13 @@ def capture_after_both_have_planned(resolved: Path, meeting: Any, said: Any) -> 
         capture(config.load(resolved))
     except ValueError as e:
         error = str(e)
+        refused.set()
     said.put((error, bool(opened)))
 
 
 def test_of_two_that_begin_at_once_one_is_refused_before_it_loads_the_target(cfgs: list[Config]) -> None:
-    meeting, said = PROCESSES.Barrier(2), PROCESSES.Queue()
-    processes = [start(capture_after_both_have_planned, cfg, meeting, said) for cfg in cfgs]
+    meeting, refused, said = PROCESSES.Barrier(2), PROCESSES.Event(), PROCESSES.Queue()
+    processes = [start(capture_after_both_have_planned, cfg, meeting, refused, said) for cfg in cfgs]
     reports = sorted(said.get(timeout=300) for _ in processes)
     for process in processes:
         process.join()
