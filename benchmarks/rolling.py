@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_train import config
-from eagle3_train.cli import SUPERVISED
 from eagle3_train.config import Config
+from eagle3_train.exits import SUPERVISED
 from eagle3_train.files import read_json
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from eagle3_train.exits import FAILED, INTERRUPTED, MISTAKE, REQUEUE, Unfinished
+from eagle3_train.exits import FAILED, INTERRUPTED, MISTAKE, REQUEUE, SUPERVISED, Unfinished
 from eagle3_train.help import all_keys, did_you_mean, groups, overview, step_help
 from eagle3_train.steps import STEPS, Call, run_step
 
@@ -33,7 +33,6 @@ MISTAKES = (ValueError, OSError, ArithmeticError, HydraException, OmegaConfBaseE
 OMEGACONF = ("full_key:", "object_type=", "reference_type=")  # its lines on where, after those on what
 OTHER_RANKS_WAIT_S = 3.0  # before they say what the user got wrong
 AGAIN = "the same command continues from what is finished"
-SUPERVISED = "EAGLE3_SUPERVISED"  # set by launch/supervise.py: end when standard input closes
 
 
 class Failed(Exception):

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from eagle3_train.exits import SUPERVISED
+
 console = Console(soft_wrap=True)
 if not console.is_terminal:
     # A log has no width of its own; in a launcher's, a job's name stands in front of its lines.
-    console.width = 114 if "EAGLE3_SUPERVISED" in os.environ else 140
+    console.width = 114 if SUPERVISED in os.environ else 140
 QUIET_INTERVAL_S = 10.0  # between lines where the output is no terminal (a log file, CI)
 
 

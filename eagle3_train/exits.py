@@ -1,4 +1,4 @@
-"""Exit codes of `eagle3`, in one place. No torch."""
+"""How a process of `eagle3` ends, in one place: exit codes, words, and what a launcher tells its steps. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ INTERRUPTED = 130  # Ctrl-C
 # Ended before it was done, in good order, by SIGTERM, SIGUSR2 or a time limit: the same command continues. It is the
 # code with which shells and srun report a process that SIGTERM ended, and means the same: put the job back.
 REQUEUE = 143
+SUPERVISED = "EAGLE3_SUPERVISED"  # in the environment of a launcher's step: end when standard input closes
 
 
 class Unfinished(SystemExit):

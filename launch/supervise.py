@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from eagle3_train.console import say
-from eagle3_train.exits import REQUEUE, why
+from eagle3_train.exits import REQUEUE, SUPERVISED, why
 from eagle3_train.files import code_state, read_json, write_json, write_text
 
-SUPERVISED = "EAGLE3_SUPERVISED"  # in the child's environment: end when standard input closes
 GRACE_S = 20.0  # from SIGTERM to SIGKILL: time for a checkpoint
 TAIL_LINES = 15
 TITLE = "--- attempt "  # begins the line of log.txt above the output of an attempt

@@ -101,7 +101,8 @@ def _pieces(segments: Segments, group: int) -> Segments:
     return pieces
 
 
-_masks: dict[tuple[torch.dtype, int], Tensor] = {}
+# By dtype and group: how many keys the first row sees, and the mask.
+_masks: dict[tuple[torch.dtype, int], tuple[int, Tensor]] = {}
 
 
 def _causal_mask(before: int, n: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -109,16 +110,13 @@ def _causal_mask(before: int, n: int, group: int, dtype: torch.dtype) -> Tensor:
 
     A view of one mask whose rows see ever more keys, so that none is built in the loop.
     """
-    mask = _masks.get((dtype, group))
-    if mask is None or mask.shape[1] - len(mask) // group < before or len(mask) < n * group:
-        seen, rows = (1 << max(x - 1, 127).bit_length() for x in (before, n))
-        if mask is not None:
-            rows = max(rows, len(mask) // group)
-            seen = max(seen, mask.shape[1] - len(mask) // group)
+    seen, mask = _masks.get((dtype, group), (0, torch.empty(0, 0)))
+    if seen < before or len(mask) < n * group:
+        wanted = max(seen, before), max(len(mask) // group, n)
+        seen, rows = (1 << max(x - 1, 127).bit_length() for x in wanted)
         mask = torch.full((rows, seen + rows), float("-inf"), dtype=dtype).triu(seen + 1).repeat_interleave(group, 0)
-        _masks[dtype, group] = mask
-    first = mask.shape[1] - len(mask) // group - before
-    return mask[: n * group, first : first + before + n]
+        _masks[dtype, group] = seen, mask
+    return mask[: n * group, seen - before : seen + n]
 
 
 def _fold(x: Tensor, n_kv: int) -> Tensor:
