@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from analysis.findings import summary_text
@@ -23,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--replicates", type=int, default=REPLICATES, help="bootstrap replicates (default: %(default)s)"
     )
+    parser.add_argument("--tau", type=float, nargs="+", default=[], help="how much data these values of tau need")
     options = parser.parse_args(arguments)
     try:
         if missing := [path for path in options.runs if not path.exists()]:
@@ -30,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.out or default_folder(options.runs)
         folder.mkdir(parents=True, exist_ok=True)  # before the work: where it cannot be written, say so now
         analysis = analyse(load_runs(options.runs), axis=options.axis, replicates=options.replicates)
+        analysis = replace(analysis, wanted=tuple(options.tau))
         path = write_report(analysis, folder)
     except (ValueError, OSError) as e:
         print(f"python -m analysis: {e}", file=sys.stderr)
