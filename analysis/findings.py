@@ -64,7 +64,8 @@ def certainty(analysis: Analysis) -> list[str]:
 def _series_certainty(s: Series, fitted: QuantityFit) -> str:
     best, selection = fitted.best, fitted.selection
     if best is None or selection is None:
-        few = f"{len(s.scales)} data scales are too few to hold one out"
+        count = len(s.scales)
+        few = f"{count} data scale{'s are' if count > 1 else ' is'} too few to hold one out"
         return f"{s.label}: {few}, so no form was chosen and nothing is predicted."
     title = best.form.title
     if len(selection.tied) > 1:
