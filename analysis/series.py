@@ -61,7 +61,9 @@ def varied_with_data(runs: pd.DataFrame) -> dict[str, dict[str, list[float]]]:
     """Of a series: setting -> value -> the data scales that were trained with it, for settings that differ in it."""
     values = _values(runs)[setting_columns(runs)]
     return {
-        column: {str(v): sorted(set(scales)) for v, scales in runs["data_scale"].groupby(values[column], sort=False)}
+        str(column): {
+            str(v): sorted(set(scales)) for v, scales in runs["data_scale"].groupby(values[column], sort=False)
+        }
         for column in values
         if values[column].nunique() > 1
     }
@@ -129,7 +131,7 @@ def _extras(pieces: list[pd.DataFrame], values: pd.DataFrame) -> list[list[str]]
         return [[]]
     own = [values.loc[p.index] for p in pieces]
     curves = [i for i, p in enumerate(pieces) if p["data_scale"].nunique() > 1]
-    settings = [c for c in values if c not in OUTCOMES and values[c].nunique() > 1]
+    settings = [c for c in map(str, values) if c not in OUTCOMES and values[c].nunique() > 1]
     outcomes = [c for c in OUTCOMES if c in values and values[c].nunique() > 1]
 
     def words(i: int, columns: list[str], most: int) -> list[str]:

@@ -59,7 +59,7 @@ NONE = "none"  # null in a table: an empty cell says that the setting is not kno
 def settings(config: dict[str, Any]) -> dict[str, float | str]:
     """Config key -> value of a resolved configuration; what is no number is text. Data scale and seed are left out."""
     draft = config.get("draft") or {}
-    kind = draft.get("kind")
+    kind = str(draft.get("kind"))
     unused = {f"draft.{name}" for name in UNUSED_BY.get(kind, ())}
     out: dict[str, Any] = {}
     for section, counted in SECTIONS.items():
