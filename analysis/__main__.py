@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from analysis.findings import summary_text
+from analysis.join import join_studies
 from analysis.pipeline import analyse
 from analysis.quantities import AXES
 from analysis.reporting import default_folder, write_report
@@ -22,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the report (default: RUNS/report for one study folder)")
     parser.add_argument("--axis", choices=list(AXES), help="data axis (default: the first that every run has)")
     parser.add_argument(
+        "--join", action="store_true", help="several studies as one: a curve may go through all of their stores"
+    )
+    parser.add_argument(
         "--replicates", type=int, default=REPLICATES, help="bootstrap replicates (default: %(default)s)"
     )
     parser.add_argument("--tau", type=float, nargs="+", default=[], help="how much data these values of tau need")
@@ -31,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"{missing[0]}: there is no such file or folder")
         folder = options.out or default_folder(options.runs)
         folder.mkdir(parents=True, exist_ok=True)  # before the work: where it cannot be written, say so now
-        analysis = analyse(load_runs(options.runs), axis=options.axis, replicates=options.replicates)
+        table = load_runs(options.runs)
+        table = join_studies(table) if options.join else table
+        analysis = analyse(table, axis=options.axis, replicates=options.replicates)
         analysis = replace(analysis, wanted=tuple(options.tau))
         path = write_report(analysis, folder)
     except (ValueError, OSError) as e:

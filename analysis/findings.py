@@ -70,7 +70,8 @@ def certainty(analysis: Analysis) -> list[str]:
 def _series_certainty(s: Series, fitted: QuantityFit) -> str:
     best, selection = fitted.best, fitted.selection
     if best is None or selection is None:
-        few = f"{len(s.scales)} data scale{'s are' if len(s.scales) > 1 else ' is'} too few to hold one out"
+        count = len(s.scales)
+        few = f"{count} data scale{'s are' if count > 1 else ' is'} too few to hold one out"
         return f"{s.label}: {few}, so no form was chosen and nothing is predicted."
     title, tied = best.form.title, len(selection.tied)
     if tied > 1:

@@ -209,7 +209,9 @@ def test_an_outlier_is_told_and_stays(study: Path) -> None:
     assert len(analysis.series[0].fits["val_loss"].data.loss) == 8
 
 
-@pytest.mark.parametrize(("scales", "words"), [((1.0,), "no answer yet"), ((1.0, 8.0), "tau was")])
+@pytest.mark.parametrize(
+    ("scales", "words"), [((1.0,), "1 data scale is too few"), ((1.0, 8.0), "2 data scales are too few")]
+)
 def test_one_or_two_scales_give_no_curve_but_a_report(tmp_path: Path, scales: tuple[float, ...], words: str) -> None:
     write_study(tmp_path / "thin", design=Design(scales=scales))
     analysis = analyse(load_runs(tmp_path / "thin"), quantities=TAU, replicates=60)
