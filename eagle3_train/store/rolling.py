@@ -174,8 +174,8 @@ class RollingStore(Store):
             )
         return store
 
-    def require_whole(self) -> Store:
-        return self  # nothing of it need be there
+    def require_whole(self) -> None:
+        """Nothing of it need be there."""
 
     def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
         self._run, self._course, self._session = run, Course(plan, len(self), self.spec.n_shards), session
