@@ -5,6 +5,7 @@ Rooms are imported inside a step, so that the command line itself starts quickly
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -220,7 +221,10 @@ def _alone(cfg: Config, call: Call) -> Iterator[Callable[[], bool]]:
     if not lock.try_acquire():
         if holder := holder_of(lock.folder):
             say(f"{cfg.point_name}: process {holder.pid} on {holder.host} works on it; waiting for its end")
-        lock.acquire()
+        # The other ranks wait too, to meet this one, and not for ever; a holder that is dead is known long before.
+        patience = 30 * cfg.engine.timeout_minutes if int(os.environ.get("WORLD_SIZE", "1")) > 1 else math.inf
+        if not lock.acquire(patience=patience):
+            raise ValueError(f"{cfg.point_name}: another process works on it: wait for its end, and run this again")
     try:
         yield lock.is_lost
     finally:

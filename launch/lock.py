@@ -13,6 +13,7 @@ locks are not used: on network file systems they are often local, or held for ev
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -86,9 +87,14 @@ class Lock:
                 self._look()
         return self.lost.is_set()
 
-    def acquire(self, poll: float = 1.0) -> None:
+    def acquire(self, poll: float = 1.0, patience: float = math.inf) -> bool:
+        """Wait for the lock; False where it is still another's after `patience` seconds."""
+        deadline = time.monotonic() + patience
         while not self.try_acquire():
+            if time.monotonic() > deadline:
+                return False
             time.sleep(poll)
+        return True
 
     def release(self) -> None:
         """Give the lock back. Nothing happens where another process has taken it over."""

@@ -102,7 +102,8 @@ class Roller:
             sign.close(ended=True, claim=None, doing="ended: all runs have ended")
         except BaseException as e:
             with suppress(OSError):  # as a rule what has ended the work
-                sign.close(ended=True, claim=None, doing=f"ended: {why(e)}")
+                # What a signal ends, the launcher starts again; what fails by itself, it does not.
+                sign.close(ended=True, failed=isinstance(e, Exception), claim=None, doing=f"ended: {why(e)}")
             raise
         append_line(
             Path(self.cfg.paths.study) / LOG,

@@ -207,6 +207,10 @@ class Store:
     def _open_shard(self, number: int) -> _Shard:
         return self._open(self.manifest.shards[number], number)
 
+    def reopen(self) -> None:
+        """Open every shard anew from now on: what is open may be stale after an error of a network's file system."""
+        self._shards.clear()
+
     def _open(self, entry: ShardEntry, number: int) -> _Shard:
         shard = _Shard(self.folder, entry, number)
         expect_own(shard.metadata, self.spec, shard.where, self.may_differ)
@@ -343,6 +347,11 @@ class _Cache(Generic[K, V]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._values
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self._total = 0
 
     def drop(self, key: K) -> None:
         with self._lock:
