@@ -23,7 +23,7 @@ FINAL = (
     FileNotFoundError,
     PermissionError,
     TimeoutError,
-)  # of the errors of an operating system: no matter of patience
+)  # of the errors of a system: no matter of patience
 LOCAL_READERS = 2  # one thread copies out of the page cache at half of what the memory can do
 
 
