@@ -208,7 +208,7 @@ def _train(
 
     # Killed between the last checkpoint and train.json, it comes here without a step.
     numbers = numbers or measure()
-    record = make_record(cfg, head, store, plan, totals, len(plan))
+    record = make_record(cfg, engine.outline, store, plan, totals, len(plan))
     record |= {k: v for k, v in numbers.items() if k.startswith("val_")}
     record |= {"train_tokens_per_s": totals["tokens"] / totals["seconds"], "skipped_steps": totals["skipped_steps"]}
     record["wall_seconds"]["data"] = totals["waited"]

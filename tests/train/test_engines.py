@@ -68,6 +68,8 @@ def test_engines_give_the_single_process_curve(
     one, several = record(single), record(folder)
     assert one["consumed_tokens"] == several["consumed_tokens"]
     assert one["val_loss"] == pytest.approx(several["val_loss"], rel=1e-4)
+    assert one["parameters"] == several["parameters"]
+    assert one["train_flops"] == pytest.approx(several["train_flops"], rel=0.01)  # but for what is cut into passes
     norms = [[row["grad_norm"] for row in rows(f) if "grad_norm" in row] for f in (single, folder)]
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
 
@@ -75,7 +77,12 @@ def test_engines_give_the_single_process_curve(
 def test_a_checkpoint_moves_between_engines_and_world_sizes(single: Path, outputs: NewOutputs) -> None:
     """Several engines take turns on one run; every one continues the same batches and the same curve."""
     folder = outputs("moved")
-    turns = [{"engine": "fsdp2"}, *([zero(3), zero(1)] if find_spec("deepspeed") else []), {"engine": "ddp"}]
+    turns = [
+        {"engine": "fsdp2"},
+        {"engine": "accelerate"},
+        *([zero(3), zero(1)] if find_spec("deepspeed") else []),
+        {"engine": "ddp"},
+    ]
     for keys in turns:  # three steps each, on two ranks
         run_ranks(2, train_with_signal, folder / "log", folder, keys, 2, signal.SIGTERM, code=REQUEUE)
     assert newest(folder).step == 3 * len(turns)
