@@ -28,7 +28,9 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
             return _join(job, cancelled)
         if not wait:
             return Outcome("busy")
-        lock.acquire()
+        while not lock.acquire(patience=0):
+            if reason := cancelled() or stop():
+                return Outcome(reason)
     try:
         if job.is_done():  # perhaps the other process has done it
             return Outcome("done")

@@ -91,9 +91,9 @@ class Lock:
         """Wait for the lock; False where it is still another's after `patience` seconds."""
         deadline = time.monotonic() + patience
         while not self.try_acquire():
+            time.sleep(poll)
             if time.monotonic() > deadline:
                 return False
-            time.sleep(poll)
         return True
 
     def release(self) -> None:

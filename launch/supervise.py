@@ -71,10 +71,9 @@ def supervise(
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
     status = _begin(folder, command, started)
-    with open(folder / "log.txt", "ab") as log:
+    with open(folder / "log.txt", "ab", buffering=0) as log:
         title = f"{TITLE}{status['attempt']}, {_clock(started)}, {status['host']}: {' '.join(command)}\n"
         log.write(title.encode())
-        log.flush()
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -144,15 +143,19 @@ def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, stop: Ca
     """Copy the child's output until it ends, or until `stop` returns something, which is returned. A grandchild that
     keeps the pipe open (wandb's service) is not waited for."""
     assert child.stdout
-    pipe, partial = child.stdout.fileno(), b""
+    pipe, partial, is_logged = child.stdout.fileno(), b"", True
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while True:
             ended = child.poll() is not None
             ready = selector.select(timeout=0 if ended else 0.5)
             data = os.read(pipe, 65536) if ready else b""
-            log.write(data)
-            log.flush()
+            if is_logged:
+                try:
+                    log.write(data)
+                except OSError as e:  # a full disk: no reason to end what runs
+                    is_logged = False
+                    say(f"{name}: {log.name} cannot be written any more ({e.strerror}): what follows is here alone")
             *lines, partial = (partial + data).split(b"\n")
             for line in lines:
                 _show(name, line)

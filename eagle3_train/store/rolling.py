@@ -240,7 +240,7 @@ class RollingStore(Store):
 
     def _wait_for(self, store: RollingStore, shards: list[int], cancelled: Callable[[], bool]) -> None:
         """Until all `shards` of `store` are there, and opened."""
-        missing, looked, waits = shards, 0.0, False
+        missing, looked, waits, began = shards, 0.0, False, time.monotonic()
         beats: dict[str, int] = {}  # of the workers, when the waiting began
         while missing := [shard for shard in missing if not store._try_open(shard)]:
             if cancelled():
@@ -260,7 +260,9 @@ class RollingStore(Store):
                     self._expect_no_failure(workers[worker], what)
                     self._expect_to_be_served(workers[worker], beats.setdefault(worker, workers[worker]["beat"]))
                 self._watch.look(workers, [worker], what, [worker] if self._has_ended(workers.get(worker)) else [])
-            time.sleep(POLL_S if self.folder.is_local else REMOTE_POLL_S)
+            # Seldom where it takes long: a thousand ranks ask the same file system.
+            first = POLL_S if self.folder.is_local else REMOTE_POLL_S
+            time.sleep(min(max(first, (time.monotonic() - began) / 10), REMOTE_POLL_S))
 
     def _has_ended(self, worker: Mapping[str, Any] | None) -> bool:
         """By its own word; not one of an earlier session, whose successor is to come."""

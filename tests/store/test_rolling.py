@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,21 @@ def test_a_worker_that_has_failed_ends_the_waiting_of_its_session(
     words = r"a capture worker \(process 1 on elsewhere\) has failed, its last: ended: KeyError\. Start the workers"
     with pytest.raises(ValueError if ends else TimeoutError, match=words if ends else "waiting for shard"):
         steps(store, plan)
+
+
+def test_a_shard_that_is_long_in_coming_is_asked_for_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of our own; a thousand ranks ask so."""
+    announce(tmp_path, make_spec())
+    store = RollingStore.open(tmp_path)
+    plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 400, epochs=1)
+    store.follow("run", plan, 0, "", is_main=False)
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(rolling_module, "time", clock)
+    with pytest.raises(rolling_module.Cancelled):
+        store.read_step(plan, 0, 0, 1, None, lambda: sum(slept) > 60)
+    assert max(slept[:5]) <= 0.1
+    assert len(slept) < 120
 
 
 def test_a_mark_that_cannot_be_written_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
