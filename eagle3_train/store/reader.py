@@ -184,13 +184,13 @@ class Store:
 
         shards, groups, numbers, offsets = (a.tolist() for a in self._places(wanted))
         sizes = lengths.tolist()
+        small = map(columns_of, wanted.tolist(), sizes, shards, groups, numbers)
         if not states:
-            columns = map(columns_of, wanted.tolist(), sizes, shards, groups, numbers)
-            return [Sequence(hidden=batch, **{k: v for k, v in c.items() if k != SCALE}) for c in columns]
+            return [Sequence(hidden=batch, **{k: v for k, v in c.items() if k != SCALE}) for c in small]
         if self.folder.is_local and batch.nbytes < SMALL_BATCH_BYTES:
             readers = None
         reading = (readers.map if readers else map)(read_states, sizes, ends.tolist(), shards, offsets)
-        columns = list(map(columns_of, wanted.tolist(), sizes, shards, groups, numbers))
+        columns = list(small)  # while the states are read
         sequences = []
         for stored, end, values in zip(reading, ends.tolist(), columns, strict=True):
             hidden = batch[end - len(stored) : end]
