@@ -215,7 +215,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     ("name", "error", "words"),
     [
         ("file_digest", OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        ("dcp.load", CheckpointException("of rank 1", {}), "could not be read, and is as it was written: .*of rank 1"),
+        ("dcp.load", CheckpointException("of rank 1", {}), "could not be read, and is as it was written"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
