@@ -92,6 +92,17 @@ def test_a_checkpoint_moves_between_engines_and_world_sizes(single: Path, output
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
 
 
+@needs_deepspeed
+def test_gradients_are_summed_over_ranks_in_fp32_whatever_is_computed_in(outputs: NewOutputs) -> None:
+    norms = []
+    for name, keys in (("ddp", {"engine": "ddp"}), ("zero", zero(1))):
+        folder = outputs(name)
+        bf16 = {"train__compute_dtype": "bf16", "train__epochs": 1}
+        run_ranks(2, train_tiny, folder / "log", folder, bf16 | keys)
+        norms.append(next(row["grad_norm"] for row in rows(folder) if "grad_norm" in row))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)  # summed in bf16 they differ by 7e-5
+
+
 def test_optimizer_state_is_written_where_it_is_sharded(outputs: NewOutputs) -> None:
     folder = outputs("sharded")
     run_ranks(2, train_tiny, folder / "log", folder, {"engine": "fsdp2"})
@@ -132,7 +143,7 @@ def test_deepspeed_is_given_its_own_values_and_ours() -> None:
     given = deepspeed_config(cfg, OptimConfig(clip_norm=0.25), torch.bfloat16)
     assert given["zero_optimization"] == cfg.deepspeed["zero_optimization"]
     assert given["gradient_clipping"] == 0.25
-    assert given["torch_autocast"] == {"enabled": True, "dtype": "torch.bfloat16"}
+    assert given["torch_autocast"].items() >= {"enabled": True, "dtype": "torch.bfloat16"}.items()
     assert "torch_autocast" not in deepspeed_config(cfg, OptimConfig(), torch.float32)
     for key, ours in (("gradient_clipping", "optim.clip_norm"), ("bf16", "train.compute_dtype")):
         with pytest.raises(ValueError, match=f"engine.deepspeed.{key}: set {ours} instead"):
