@@ -129,19 +129,18 @@ def _train(
             + (f", continuing at step {first}" if first else "")
         )
 
+    def replay(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        assert plain is not None
+        assert evaluate is not None
+        plain.load_state_dict(weights)
+        return evaluate(plain)
+
     def measure() -> dict[str, Any]:
         """Validation loss, and what `evaluate` says of the weights as a checkpoint would hold them."""
         numbers = validate(cfg.train, engine, validation)
         if evaluate and cfg.train.eval_every:
             weights = engine.weights()
-
-            def replay() -> dict[str, Any]:
-                assert evaluate
-                assert plain
-                plain.load_state_dict(weights)
-                return evaluate(plain)
-
-            numbers |= world.on_main(replay)
+            numbers |= world.on_main(lambda: replay(weights))
         return numbers
 
     numbers: dict[str, Any] = {}

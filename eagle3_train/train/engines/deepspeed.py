@@ -56,8 +56,8 @@ def deepspeed_config(cfg: EngineConfig, optim: OptimConfig, dtype: torch.dtype) 
         "zero_force_ds_cpu_optimizer": False,
     }
     if dtype != torch.float32:
-        # Left alone, DeepSpeed sums gradients of linear layers over the ranks in `dtype` too, where the other engines do
-        # it in fp32. So do we, with no such modules.
+        # By itself DeepSpeed sums the gradients of linear layers over ranks in `dtype` too; the other engines do it in
+        # fp32. So do we, with no such modules.
         filled["torch_autocast"] = {"enabled": True, "dtype": str(dtype), "lower_precision_safe_modules": []}
     return filled | given
 
