@@ -16,14 +16,15 @@ FEW_ROWS = 32  # of a product that `thin_products` turns around
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto`: CUDA (the local rank's) where there is one. Asking for CUDA where there is none is an error."""
+    """`auto`: CUDA where there is one. Asking for CUDA where there is none is an error. Of several GPUs it is the local
+    rank's; where a launcher shows every rank its own alone (srun --gpus-per-task=1), that one."""
     import os
 
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu, or install a CUDA build of torch")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
 
 
 def has_fast_bf16(device: torch.device) -> bool:

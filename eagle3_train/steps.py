@@ -5,6 +5,7 @@ Rooms are imported inside a step, so that the command line itself starts quickly
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from eagle3_train.console import say
 from eagle3_train.files import inside, is_file
 
 if TYPE_CHECKING:
-    from eagle3_train.drafts import Draft
     from sweeps.cost import Data
 
 
@@ -131,7 +131,7 @@ def train(call: Call) -> int:
     if cfg.dry_run:
         return _estimate(cfg)
     with _alone(cfg, call) as is_lost:
-        _trained(cfg, is_lost)
+        _train(cfg, is_lost)
     return 0
 
 
@@ -139,11 +139,8 @@ def evaluate(call: Call) -> int:
     cfg = call.config()
     if not cfg.eval.tasks:
         raise ValueError("eval.tasks is empty, so there is nothing to evaluate on: name a task (docs/evaluate.md)")
-    from eagle3_train.device import resolve_device
-    from eagle3_train.train import load_head
-
     _refuse_another_store(cfg)
-    _measure(cfg, load_head(cfg, resolve_device(cfg.device)))
+    _load_and_measure(cfg)
     return 0
 
 
@@ -152,23 +149,24 @@ def point(call: Call) -> int:
     if cfg.dry_run:
         return _estimate(cfg)
     with _alone(cfg, call) as is_lost:
-        head = _trained(cfg, is_lost)
+        _train(cfg, is_lost)
         if _rank() == 0:
-            _measure(cfg, head)
+            _load_and_measure(cfg)
     return 0
 
 
-def _trained(cfg: Config, is_lost: Callable[[], bool]) -> Draft:
+def _train(cfg: Config, is_lost: Callable[[], bool]) -> None:
     from eagle3_train.tracking import check
     from eagle3_train.train import train as train_head
 
     check(cfg.tracker)
     _refuse_another_store(cfg)
     if not cfg.train.eval_every:
-        return train_head(cfg, None, is_lost)
+        train_head(cfg, None, is_lost)
+        return
     from eagle3_train.evaluate import while_training
 
-    return train_head(cfg, while_training(cfg), is_lost)
+    train_head(cfg, while_training(cfg), is_lost)
 
 
 def _refuse_another_store(cfg: Config) -> None:
@@ -223,23 +221,28 @@ def _alone(cfg: Config, call: Call) -> Iterator[Callable[[], bool]]:
     if not lock.try_acquire():
         if holder := holder_of(lock.folder):
             say(f"{cfg.point_name}: process {holder.pid} on {holder.host} works on it; waiting for its end")
-        lock.acquire()
+        # The other ranks wait too, to meet this one, and not for ever; a holder that is dead is known long before.
+        patience = 30 * cfg.engine.timeout_minutes if int(os.environ.get("WORLD_SIZE", "1")) > 1 else math.inf
+        if not lock.acquire(patience=patience):
+            raise ValueError(f"{cfg.point_name}: another process works on it: wait for its end, and run this again")
     try:
         yield lock.is_lost
     finally:
         lock.release()
 
 
-def _measure(cfg: Config, head: Draft) -> None:
-    """Evaluate a head; the target model is loaded only where it is decoded with."""
+def _load_and_measure(cfg: Config) -> None:
+    """Evaluate the trained head; the target model is loaded only where it is decoded with."""
+    from eagle3_train.device import resolve_device, resolve_dtype
     from eagle3_train.evaluate import check_target, measure
+    from eagle3_train.train import load_head
 
+    device = resolve_device(cfg.device)
+    head = load_head(cfg, device)  # plain and whole, whatever the engine that trained it has made of its own
     target_model = None
     if cfg.eval.decode and cfg.eval.decode_tasks:
-        from eagle3_train.device import resolve_device, resolve_dtype
         from eagle3_train.target import load_target, prepare_target
 
-        device = resolve_device(cfg.device)
         folder = prepare_target(cfg.target, folder=cfg.paths.target)
         check_target(cfg, folder)
         dtype = resolve_dtype(cfg.eval.decode_dtype, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from eagle3_train.config import Config
@@ -29,7 +30,8 @@ class Cancellation:
     def __call__(self) -> str:
         if time.monotonic() - self._looked >= LOOK_EVERY_S:
             self._looked = time.monotonic()
-            self._state = "cancelled" if self._word() != self._first else ""
+            with suppress(OSError):  # a server that is away for a moment is no word: a job of days does not end by it
+                self._state = "cancelled" if self._word() != self._first else ""
         return self._state
 
     def _word(self) -> str:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
+from eagle3_train.config import Config
 from launch.jobs import TRAINS, Job
+
+MARGIN_S = 15.0  # of the time between SLURM's signal and its limit: for what comes after the step has ended
 
 
 def command(job: Job, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -43,12 +46,19 @@ def terminator(job: Job, environ: Mapping[str, str] = os.environ) -> Callable[[]
     return tell
 
 
+def grace(cfg: Config) -> float:
+    """Seconds that the ranks of a SLURM job have for their last checkpoint, from the signal on."""
+    return max(1.0, cfg.launch.slurm.signal_seconds - MARGIN_S)
+
+
 def environment(job: Job) -> dict[str, str]:
     """torchrun gives each of several processes one thread; here they share the machine's cores, or what their side of a
     rolling store has of it."""
     env = dict(job.cfg.launch.slurm.env) if job.cfg.launch.kind == "slurm" else {}
     if job.nodes * job.processes > 1:
         env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "} | env
+        if job.cfg.launch.kind == "slurm":  # else torchrun kills its ranks 30 s after the signal, whatever they save
+            env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace(job.cfg)))} | env
     if job.part is not None:
         env |= {"RANK": str(job.part[0]), "WORLD_SIZE": str(job.part[1])}
     split = job.cfg.launch.rolling

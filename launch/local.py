@@ -10,7 +10,7 @@ from launch.cancel import Cancellation
 from launch.command import command, environment, terminator
 from launch.jobs import TRAINS, Job, detach, is_of_another_store, set_aside
 from launch.lock import Lock
-from launch.supervise import GRACE_S, Outcome, last_words, note_end, supervise
+from launch.supervise import GRACE_S, Outcome, cut_short, failed_task, last_words, note_end, supervise
 
 
 def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace: float = GRACE_S) -> Outcome:
@@ -28,7 +28,9 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
             return _join(job, cancelled)
         if not wait:
             return Outcome("busy")
-        lock.acquire()
+        while not lock.acquire(patience=0):
+            if reason := cancelled() or stop():
+                return Outcome(reason)
     try:
         if job.is_done():  # perhaps the other process has done it
             return Outcome("done")
@@ -44,6 +46,10 @@ def run(job: Job, wait: bool = True, stop: Callable[[], str] = lambda: "", grace
             terminator(job),
             grace,
         )
+        if outcome.reason and cut_short(outcome) and terminator(job) and (code := failed_task(job.folder)):
+            reason = f"exit code {code}"
+            note_end(job.folder, "failed", reason)
+            return Outcome("failed", outcome.seconds, reason, last_words(job.folder))
         if outcome.state == "done" and not job.finish():
             reason = "it ended well, but what it should have written is missing"
             if terminator(job):  # for srun, all is well where a node of the job has gone down

@@ -13,10 +13,12 @@ locks are not used: on network file systems they are often local, or held for ev
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,12 +83,18 @@ class Lock:
         """Whether another process has taken the lock that we hold. It looks where the last look is long ago: whoever
         was stopped, as by SIGSTOP or with its machine, learns it here before a thread would tell."""
         if not self.lost.is_set() and time.monotonic() - self._looked > self.stale_after / 3:
-            self._look()
+            with suppress(OSError):  # it cannot be known now: asked again with the next step
+                self._look()
         return self.lost.is_set()
 
-    def acquire(self, poll: float = 1.0) -> None:
+    def acquire(self, poll: float = 1.0, patience: float = math.inf) -> bool:
+        """Wait for the lock; False where it is still another's after `patience` seconds."""
+        deadline = time.monotonic() + patience
         while not self.try_acquire():
             time.sleep(poll)
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def release(self) -> None:
         """Give the lock back. Nothing happens where another process has taken it over."""
@@ -126,18 +134,19 @@ class Lock:
 
     def _keep_alive(self) -> None:
         while not self._stop.wait(self.stale_after / 9):
-            self._look()
+            with suppress(OSError):  # a server that is away for a moment: the next sign of life may come through
+                self._look()
             if self.lost.is_set():
                 return
 
     def _look(self) -> None:
         """Give a sign of life, and see whether the lock is still ours."""
-        self._looked = time.monotonic()
         try:
             os.utime(self._path(self._generation))
             taken = _highest(self.folder) != self._generation
         except FileNotFoundError:
             taken = True
+        self._looked = time.monotonic()
         if taken:
             self.lost.set()
 

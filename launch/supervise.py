@@ -26,6 +26,8 @@ from eagle3_train.files import code_state, read_json, write_json, write_text
 
 GRACE_S = 20.0  # from SIGTERM to SIGKILL: time for a checkpoint
 TAIL_LINES = 15
+KILLED = [128 + n for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)]
+TASK_LINES = 1000  # of srun, one a node or so, and what the tasks still say
 TITLE = "--- attempt "  # begins the line of log.txt above the output of an attempt
 
 
@@ -47,7 +49,7 @@ class Outcome:
 def cut_short(outcome: Outcome) -> bool:
     """Whether the step was ended from outside, so that another attempt may well succeed. srun reports a task that was
     killed by signal n with the exit code 128 + n."""
-    killed = [f"exit code {128 + n}" for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)]
+    killed = [f"exit code {code}" for code in KILLED]
     return outcome.state == "preempted" or outcome.reason in killed or outcome.reason.startswith("killed by")
 
 
@@ -69,10 +71,9 @@ def supervise(
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
     status = _begin(folder, command, started)
-    with open(folder / "log.txt", "ab") as log:
+    with open(folder / "log.txt", "ab", buffering=0) as log:
         title = f"{TITLE}{status['attempt']}, {_clock(started)}, {status['host']}: {' '.join(command)}\n"
         log.write(title.encode())
-        log.flush()
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -110,9 +111,22 @@ def supervise(
 
 def last_words(folder: Path) -> list[str]:
     """The last lines of a job's log, of its last attempt."""
-    lines = tail(folder / "log.txt")
+    return _of_last_attempt(tail(folder / "log.txt"))
+
+
+def _of_last_attempt(lines: list[str]) -> list[str]:
     begins = [number for number, line in enumerate(lines) if line.startswith(TITLE)]
     return lines[begins[-1] + 1 if begins else 0 :]
+
+
+def failed_task(folder: Path) -> int | None:
+    """Exit code of the task of srun that ended first in the last attempt, where it was not cut short itself.
+
+    When one task fails, srun ends the others, and reports the highest code of all: that of those that it ended.
+    """
+    lines = _of_last_attempt(tail(folder / "log.txt", TASK_LINES))
+    ended = [m[1] for line in lines if (m := re.search(r"^srun: error: .*Exited with exit code (\d+)$", line))]
+    return int(ended[0]) if ended and int(ended[0]) not in KILLED else None
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
@@ -129,15 +143,19 @@ def _forward(child: subprocess.Popen[bytes], log: IO[bytes], name: str, stop: Ca
     """Copy the child's output until it ends, or until `stop` returns something, which is returned. A grandchild that
     keeps the pipe open (wandb's service) is not waited for."""
     assert child.stdout
-    pipe, partial = child.stdout.fileno(), b""
+    pipe, partial, is_logged = child.stdout.fileno(), b"", True
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while True:
             ended = child.poll() is not None
             ready = selector.select(timeout=0 if ended else 0.5)
             data = os.read(pipe, 65536) if ready else b""
-            log.write(data)
-            log.flush()
+            if is_logged:
+                try:
+                    log.write(data)
+                except OSError as e:  # a full disk: no reason to end what runs
+                    is_logged = False
+                    say(f"{name}: {log.name} cannot be written any more ({e.strerror}): what follows is here alone")
             *lines, partial = (partial + data).split(b"\n")
             for line in lines:
                 _show(name, line)
@@ -191,6 +209,7 @@ def _begin(folder: Path, command: Sequence[str], started: float) -> dict[str, An
     status = {
         "state": "running",
         "attempt": attempt,
+        "stalled": last.get("stalled", 0) if isinstance(last, dict) else 0,  # kept by launch/worker.py
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "command": list(command),

@@ -18,13 +18,14 @@ from eagle3_train.config import Config
 from eagle3_train.console import Bar, duration, progress_bar, say
 from eagle3_train.device import resolve_device, tune_allocator
 from eagle3_train.exits import why
-from eagle3_train.files import append_line, read_object
+from eagle3_train.files import append_line
 from eagle3_train.store import Rolling, StoreSpec, inside, shard_name, shard_number
 from eagle3_train.store.folder import Folder
 from eagle3_train.store.rolling import KEPT, kept_spec
 from eagle3_train.store.signs import READERS, WORKERS, Sign, Watch, read_sign, read_signs
 from eagle3_train.store.stream import within
 from eagle3_train.target import prepare_target
+from eagle3_train.trained import is_trained
 
 from .backend import Backend, open_backend
 from .passes import Reading, cap_bytes, check_room, expected_runs, make_stream, read_rolling, refuse_while_captured
@@ -101,7 +102,8 @@ class Roller:
             sign.close(ended=True, claim=None, doing="ended: all runs have ended")
         except BaseException as e:
             with suppress(OSError):  # as a rule what has ended the work
-                sign.close(ended=True, claim=None, doing=f"ended: {why(e)}")
+                # What a signal ends, the launcher starts again; what fails by itself, it does not.
+                sign.close(ended=True, failed=isinstance(e, Exception), claim=None, doing=f"ended: {why(e)}")
             raise
         append_line(
             Path(self.cfg.paths.study) / LOG,
@@ -232,17 +234,8 @@ class Roller:
         """
         if self.cfg.launch.rolling.session:
             return {}
-        signs = {name: read_sign(self.shards_in, READERS, name) for name in self.runs}
-        return {name: sign for name, sign in signs.items() if sign and sign["ended"] and not self._is_trained(name)}
-
-    def _is_trained(self, name: str) -> bool:
-        """Whether training would find nothing to do: its record is there, with the weights of its last step."""
-        folder = Path(self.cfg.paths.study) / name
-        try:
-            steps = read_object(folder / "train.json").get("steps")
-        except FileNotFoundError:
-            return False
-        return steps == 0 or (isinstance(steps, int) and (folder / "checkpoints" / f"step-{steps:08d}").is_dir())
+        signs = {name: read_sign(self.shards_in, READERS, name) for name in self.runs}  # of the one run of `cfg`
+        return {name: sign for name, sign in signs.items() if sign and sign["ended"] and not is_trained(self.cfg)}
 
     def _delete(self, marks: Mapping[str, int], reach: int) -> None:
         for folder, live in zip((self.shards_in, self.copies_in), self.stream.on_disk(marks, reach), strict=True):

@@ -425,7 +425,7 @@ class SlurmConfig:
     points_at_once: int = 8  # points of a study that run at the same time, at most
     capture_jobs: int = 1  # jobs that capture the shards between them
     signal_seconds: int = 120  # before the time limit: stop, and be requeued
-    attempts: int = 20  # of one job, requeued ones included
+    attempts: int = 5  # of one job, in a row, that get nowhere (no checkpoint, no shard): then it is not requeued
 
 
 @dataclass

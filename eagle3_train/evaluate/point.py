@@ -130,7 +130,8 @@ def check_transcripts(cfg: Config) -> dict[str, str]:
         return fingerprints
     training = spec_at(cfg.paths.store)
     for task in cfg.eval.tasks:
-        store = Store.open(inside(cfg.paths.store, f"transcripts/{task.name}")).require_whole()
+        store = Store.open(inside(cfg.paths.store, f"transcripts/{task.name}"))
+        store.require_whole()
         store.expect_same_target(training)
         store.expect(dtype=cfg.store.transcript_dtype)
         how = store.spec.sampling

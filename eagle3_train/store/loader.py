@@ -6,9 +6,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from types import TracebackType
 
+from eagle3_train.console import say
 from eagle3_train.exits import Unfinished
 
 from .plan import BatchPlan
@@ -17,6 +18,12 @@ from .schema import Sequence
 
 GRACE_S = 5.0  # from being told to end: for a batch that comes, after which a checkpoint can be saved
 REMOTE_READERS = 8  # requests under way at once
+AGAIN_S = (1.0, 5.0, 25.0)  # before a batch that could not be read is read again: a server may be away for a moment
+FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    TimeoutError,
+)  # of the errors of a system: no matter of patience
 LOCAL_READERS = 2  # one thread copies out of the page cache at half of what the memory can do
 
 
@@ -103,12 +110,24 @@ class Loader:
         try:
             with ThreadPoolExecutor(self._readers, "store-reader") as readers:
                 for step in range(self._start, len(self._plan)):
-                    sequences = self._store.read_step(
-                        self._plan, step, self._rank, self._world, readers, self._closed.is_set
-                    )
+                    sequences = self._read(step, readers)
                     self._queue.put((step, sequences))
                     if self._closed.is_set():
                         return
             self._queue.put(None)
         except BaseException as e:  # raised in the consumer
             self._queue.put(e)
+
+    def _read(self, step: int, readers: Executor) -> list[Sequence]:
+        """One error of a network's file system in days, on one of many ranks, is not the end of them all."""
+        plan, rank, world, cancelled = self._plan, self._rank, self._world, self._closed.is_set
+        for seconds in AGAIN_S:
+            try:
+                return self._store.read_step(plan, step, rank, world, readers, cancelled)
+            except OSError as e:
+                if isinstance(e, FINAL):
+                    raise
+                say(f"rank {rank}: the batch of step {step + 1} could not be read ({e}): again in {seconds:.0f} s")
+            self._closed.wait(seconds)
+            self._store.reopen()
+        return self._store.read_step(plan, step, rank, world, readers, cancelled)

@@ -91,11 +91,15 @@ class Manifest:
     def read(cls, folder: Folder) -> Manifest:
         """ValueError naming what is wrong: no manifest (and which shards are missing), another version, cut."""
         where = folder.show(MANIFEST)
-        files = folder.sizes()
-        if MANIFEST not in files:
-            raise ValueError(f"{folder.uri} {_unfinished(folder, files)}")
+        try:  # without a listing, which every rank of a large job would ask a file system for
+            text = folder.read(MANIFEST)
+        except OSError as e:
+            files = folder.sizes()
+            if MANIFEST in files:
+                raise
+            raise ValueError(f"{folder.uri} {_unfinished(folder, files)}") from e
         try:
-            value = json.loads(folder.read(MANIFEST))
+            value = json.loads(text)
             spec = StoreSpec.from_json({**value["spec"], "schema_version": value["schema_version"]}, where)
             shards = tuple(ShardEntry(**typed_fields(ShardEntry, s)) for s in value["shards"])
             allowed = tuple(value.get("may_differ", MAY_DIFFER))  # which the first versions did not write

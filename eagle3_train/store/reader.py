@@ -85,7 +85,7 @@ class Store:
         self.expect(**{name: getattr(training, name) for name in SAME_TARGET})
         return self
 
-    def require_whole(self) -> Store:
+    def require_whole(self) -> None:
         """Compare the sizes of all shards with the manifest's, by one listing and no read: before any long work.
 
         ValueError names the shards that are cut or missing and what repairs them.
@@ -105,7 +105,6 @@ class Store:
                 f"{'; '.join(shown)}{more}: {remove}run eagle3 capture again (of a study: eagle3 study retry capture), "
                 "which redoes these alone"
             )
-        return self
 
     def require_own(self) -> Store:
         """Compare the spec of each shard that is there with the manifest's: a footer read a shard.
@@ -147,9 +146,10 @@ class Store:
                     future.cancel()
 
     def read_batch(
-        self, rows: Many[int] | np.ndarray, readers: Executor | None = None, check: bool = True
+        self, rows: Many[int] | np.ndarray, readers: Executor | None = None, check: bool = True, states: bool = True
     ) -> list[Sequence]:
-        """Sequences of `rows`, in that order, their hidden states end to end in one tensor.
+        """Sequences of `rows`, in that order, their hidden states end to end in one tensor; without `states` these are
+        of no token, and not read.
 
         Each is read straight to its place, and `concatenate` gives the whole without a copy. `readers`: threads that
         read rows at once; None: this one. `check`: ValueError where a token id cannot be one; `verify` looks itself.
@@ -160,7 +160,7 @@ class Store:
         spec = self.spec
         lengths = self.index.n_tokens[wanted].astype(np.int64)
         ends = np.cumsum(lengths)
-        shape = (int(lengths.sum()), len(spec.layer_ids), spec.hidden_size)
+        shape = (int(lengths.sum()) if states else 0, len(spec.layer_ids), spec.hidden_size)
         batch = torch.empty(shape, dtype=read_dtype(spec.dtype))
 
         def columns_of(row: int, n_tokens: int, shard_number: int, row_group: int, i: int) -> dict[str, Any]:
@@ -184,12 +184,15 @@ class Store:
 
         shards, groups, numbers, offsets = (a.tolist() for a in self._places(wanted))
         sizes = lengths.tolist()
+        small = map(columns_of, wanted.tolist(), sizes, shards, groups, numbers)
+        if not states:
+            return [Sequence(hidden=batch, **{k: v for k, v in c.items() if k != SCALE}) for c in small]
         if self.folder.is_local and batch.nbytes < SMALL_BATCH_BYTES:
             readers = None
-        states = (readers.map if readers else map)(read_states, sizes, ends.tolist(), shards, offsets)
-        columns = list(map(columns_of, wanted.tolist(), sizes, shards, groups, numbers))
+        reading = (readers.map if readers else map)(read_states, sizes, ends.tolist(), shards, offsets)
+        columns = list(small)  # while the states are read
         sequences = []
-        for stored, end, values in zip(states, ends.tolist(), columns, strict=True):
+        for stored, end, values in zip(reading, ends.tolist(), columns, strict=True):
             hidden = batch[end - len(stored) : end]
             if (scale := values.pop(SCALE, None)) is not None:
                 decode(stored, torch.from_numpy(scale).view(len(stored), -1), hidden)
@@ -203,6 +206,10 @@ class Store:
 
     def _open_shard(self, number: int) -> _Shard:
         return self._open(self.manifest.shards[number], number)
+
+    def reopen(self) -> None:
+        """Open every shard anew from now on: what is open may be stale after an error of a network's file system."""
+        self._shards.clear()
 
     def _open(self, entry: ShardEntry, number: int) -> _Shard:
         shard = _Shard(self.folder, entry, number)
@@ -340,6 +347,11 @@ class _Cache(Generic[K, V]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._values
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self._total = 0
 
     def drop(self, key: K) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,8 @@ class RollingStore(Store):
             )
         return store
 
-    def require_whole(self) -> Store:
-        return self  # nothing of it need be there
+    def require_whole(self) -> None:
+        """Nothing of it need be there."""
 
     def follow(self, run: str, plan: BatchPlan, step: int, session: str, is_main: bool) -> None:
         self._run, self._course, self._session = run, Course(plan, len(self), self.spec.n_shards), session
@@ -201,7 +202,8 @@ class RollingStore(Store):
     def saved(self, step: int) -> None:
         assert self._course
         if self._sign:
-            self._sign.say(mark=self._course.mark(step), step=step)
+            with suppress(OSError):  # a server that is away for a moment: then it is said with the next beat
+                self._sign.say(mark=self._course.mark(step), step=step)
 
     def finished(self, run: str, session: str) -> None:
         sign = self._sign or Sign(
@@ -238,7 +240,7 @@ class RollingStore(Store):
 
     def _wait_for(self, store: RollingStore, shards: list[int], cancelled: Callable[[], bool]) -> None:
         """Until all `shards` of `store` are there, and opened."""
-        missing, looked, waits = shards, 0.0, False
+        missing, looked, waits, began = shards, 0.0, False, time.monotonic()
         beats: dict[str, int] = {}  # of the workers, when the waiting began
         while missing := [shard for shard in missing if not store._try_open(shard)]:
             if cancelled():
@@ -255,13 +257,22 @@ class RollingStore(Store):
                 world = max((sign["world"] for sign in workers.values()), default=1)
                 worker = str(missing[0] % world)
                 if worker in workers:
+                    self._expect_no_failure(workers[worker], what)
                     self._expect_to_be_served(workers[worker], beats.setdefault(worker, workers[worker]["beat"]))
                 self._watch.look(workers, [worker], what, [worker] if self._has_ended(workers.get(worker)) else [])
-            time.sleep(POLL_S if self.folder.is_local else REMOTE_POLL_S)
+            # Seldom where it takes long: a thousand ranks ask the same file system.
+            first = POLL_S if self.folder.is_local else REMOTE_POLL_S
+            time.sleep(min(max(first, (time.monotonic() - began) / 10), REMOTE_POLL_S))
 
     def _has_ended(self, worker: Mapping[str, Any] | None) -> bool:
         """By its own word; not one of an earlier session, whose successor is to come."""
         return worker is not None and worker["ended"] and self._session in ("", worker["owner"])
+
+    def _expect_no_failure(self, worker: Mapping[str, Any], what: str) -> None:
+        """ValueError where a worker of this run's session has failed by itself: its launcher starts it no more. By hand
+        anyone may."""
+        if self._session and self._has_ended(worker) and worker.get("failed"):
+            raise ValueError(f"{what}: {self._watch.describe_failed(worker)}. {self._watch.remedy}")
 
     def _expect_to_be_served(self, worker: Mapping[str, Any], beat: int) -> None:
         """ValueError where a worker that lives (its sign is newer than `beat`) captures for other runs alone."""
@@ -293,6 +304,11 @@ class RollingStore(Store):
             where = self.folder.show(entry.name)
             raise ValueError(f"{where} does not hold the rows that were announced: {remedy(where)}")
         return entry, part
+
+    def reopen(self) -> None:
+        super().reopen()
+        if self._later is not self:
+            self._later.reopen()
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
         shards = shards_of(rows, len(self), self.spec.n_shards)

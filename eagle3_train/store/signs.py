@@ -213,6 +213,9 @@ class Watch:
         if not self.quiet:
             say(f"{text}. {self.remedy}" if gone else text)
 
+    def describe_failed(self, sign: Mapping[str, Any]) -> str:
+        return f"a {self.noun} (process {sign['pid']} on {sign['host']}) has failed, its last: {sign['doing']}"
+
     def _describe(self, name: str, sign: Mapping[str, Any] | None, silent_s: float | None, is_gone: bool) -> str:
         if sign is None:
             return f"{self.noun} {name} has not shown up"

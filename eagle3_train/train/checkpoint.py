@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from eagle3_train.config import digest
 from eagle3_train.files import file_digest, read_object, write_json
 from eagle3_train.tensors import is_finite, save_tensors
 from eagle3_train.train.distributed import World
+from eagle3_train.trained import checkpoint_name, checkpoint_steps
 
 if TYPE_CHECKING:
     from eagle3_train.train.engines import Engine
@@ -42,23 +43,20 @@ if TYPE_CHECKING:
 # One process needs no group, which torch would remark on at every checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
-_NAME = re.compile(r"step-(\d{8})")
 WEIGHTS = "head.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A whole checkpoint. Sent to another process it carries its state, where that was read."""
 
     path: Path
 
     @property
     def step(self) -> int:
-        match = _NAME.fullmatch(self.path.name)
-        assert match
-        return int(match[1])
+        return int(self.path.name.removeprefix("step-"))
 
-    @property
+    @cached_property
     def state(self) -> dict[str, Any]:
         with self._named():
             state = read_object(self.path / "state.json")
@@ -87,25 +85,33 @@ class Checkpoint:
 
     def load_into(self, engine: Engine) -> bool:
         """Weights, optimizer state and random generators; False: these are of another number of ranks, and not set. A
-        collective. ValueError, on all ranks, where a file is not as it was written."""
-        with self._named():
-            damage = None
-            if engine.world.is_main:  # the others' shares are in it: one reads all, before all read their parts
-                written = self.state.get("files", {})
-                try:
-                    self._check(sorted(written.keys() - {WEIGHTS}), written)
-                except (OSError, ValueError) as e:
-                    damage = str(e)
-            if damage := engine.world.gather(damage)[0]:
-                raise ValueError(damage)
+        collective. ValueError, on all ranks, where a file is not as it was written; OSError where it cannot be read.
+
+        Rank 0 reads the weights, once for all, and compares the checksums of all files before any rank reads its part.
+        """
+        world, read = engine.world, dict[str, Tensor]()
+
+        def on_main() -> list[Any]:
+            written = self.state.get("files", {})
+            with self._named():
+                self._check(sorted(written.keys() - {WEIGHTS}), written)
+                generators: list[Any] = torch.load(self.path / "rng.pt", weights_only=True)
+            read.update(self.weights(engine.shapes))
+            return generators
+
+        generators = world.on_main(on_main)
         state = engine.state()  # of the right shapes and shards, to be overwritten
-        with self._named():
+        try:
             dcp.load(state, checkpoint_id=self.path / "optimizer")
-            generators = torch.load(self.path / "rng.pt", weights_only=True)
-        engine.load(self.weights(engine.shapes), state)
-        if len(generators) != engine.world.size:
+        except CheckpointException as e:  # of any rank; no Exception by its class
+            if "files" not in self.state:  # of before there were checksums: nothing has looked at them yet
+                with self._named():
+                    raise
+            raise OSError(f"checkpoint {self.path} could not be read, and is as it was written: {e}") from e
+        engine.load(world.share(read, engine.shapes), state)
+        if len(generators) != world.size:
             return False
-        set_random_state(generators[engine.world.rank])
+        set_random_state(generators[world.rank])
         return True
 
     def _check(self, names: list[str], written: Mapping[str, str] | None) -> None:
@@ -115,10 +121,13 @@ class Checkpoint:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Whatever a damaged file makes its reader raise, as an error that names the checkpoint and the way out."""
+        """Whatever a damaged file makes its reader raise, as an error that names the checkpoint and the way out. A file
+        that cannot be read at the moment is no damaged one."""
         try:
             yield
         except (Exception, CheckpointException) as e:  # the latter is none of the former
+            if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
+                raise
             reason = str(e).strip().splitlines()[-1] if str(e).strip() else ""
             raise ValueError(
                 f"checkpoint {self.path} is damaged ({type(e).__name__}: {reason}): delete that folder and run "
@@ -128,7 +137,7 @@ class Checkpoint:
 
 def all_in(folder: Path) -> list[Checkpoint]:
     """The whole checkpoints, oldest step first. Half-written ones have other names and are not seen."""
-    return [Checkpoint(p) for p in sorted(folder.glob("step-*")) if _NAME.fullmatch(p.name)]
+    return [Checkpoint(folder / checkpoint_name(step)) for step in checkpoint_steps(folder)]
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -141,10 +150,12 @@ def best(folder: Path) -> Checkpoint | None:
     return max(measured, key=lambda c: c.state["tau"], default=None)
 
 
-def highest_tau(folder: Path) -> float:
-    """Of `best`; minus infinity where there is none."""
-    found = best(folder)
-    return found.state["tau"] if found else -math.inf
+def newest_and_highest_tau(folder: Path) -> tuple[Checkpoint | None, float]:
+    """The newest one, its state read, and the tau of `best`: minus infinity where there is none."""
+    last, top = newest(folder), best(folder)
+    if last:
+        last.state  # noqa: B018 - read here, for whoever it is sent to
+    return last, top.state["tau"] if top else -math.inf
 
 
 class Saver:
@@ -222,21 +233,22 @@ class Saver:
 
     def _temporary(self, step: int) -> Path:
         """The same on all ranks, which write it together."""
-        return self.folder / f".step-{step:08d}.tmp"
+        return self.folder / f".{checkpoint_name(step)}.tmp"
 
     def _write(
         self, weights: dict[str, Tensor], optimizer: dict[str, Any], generators: list[Any], state: dict[str, Any]
     ) -> None:
-        temporary, final = self._temporary(state["step"]), self.folder / f"step-{state['step']:08d}"
+        temporary, final = self._temporary(state["step"]), self.folder / checkpoint_name(state["step"])
         if self.world.is_main:
             save_tensors(weights, temporary / WEIGHTS)
             torch.save(generators, temporary / "rng.pt")
         # Ends on rank 0 when the files of all ranks are on disk: it then writes what describes them.
-        dcp.save(optimizer, checkpoint_id=temporary / "optimizer", process_group=self._group)
+        saved = dcp.save(optimizer, checkpoint_id=temporary / "optimizer", process_group=self._group)
         if self.world.is_main:
-            files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-            digests = {str(path.relative_to(temporary)): file_digest(path) for path in files}
-            state |= {"files": digests}
+            # By what was written, not by a listing: one may be older than the files of other machines.
+            parts = {part.relative_path for part in saved.storage_data.values()} | {".metadata"}
+            files = sorted({WEIGHTS, "rng.pt", *(f"optimizer/{part}" for part in parts)})
+            state |= {"files": {name: file_digest(temporary / name) for name in files}}
             write_json(temporary / "state.json", state | {"digest": digest(state)})
             for path in (*temporary.iterdir(), temporary):
                 _sync(path)

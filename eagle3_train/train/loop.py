@@ -6,19 +6,17 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 
-from eagle3_train.config import Config, digest, save
+from eagle3_train.config import Config, save
 from eagle3_train.console import progress_bar, say
-from eagle3_train.device import peak_rss_mb, peak_tflops, resolve_device, resolve_dtype, tune_allocator
+from eagle3_train.device import peak_tflops, resolve_device, resolve_dtype, tune_allocator
 from eagle3_train.drafts import Draft
 from eagle3_train.exits import Unfinished
-from eagle3_train.files import code_version, read_object, write_json
-from eagle3_train.store import BatchPlan, Loader, Sequence, Store, plan_of
+from eagle3_train.files import write_json
+from eagle3_train.store import BatchPlan, Loader, Sequence, Store, plan_of, token_counts
 from eagle3_train.tracking import make_tracker
 from eagle3_train.train import checkpoint
 from eagle3_train.train.checkpoint import Saver
@@ -26,10 +24,10 @@ from eagle3_train.train.distributed import World, world_from_environment
 from eagle3_train.train.engines import check_engine, make_engine
 from eagle3_train.train.meter import Meter
 from eagle3_train.train.optim import learning_rate
+from eagle3_train.train.record import make_record, without_nan
 from eagle3_train.train.setup import (
     build_head,
     copy_sharing_buffers,
-    load_head,
     open_store,
     seed_rank,
     trains,
@@ -37,16 +35,18 @@ from eagle3_train.train.setup import (
 from eagle3_train.train.step import StepResult, split, train_step
 from eagle3_train.train.stopping import Stop
 from eagle3_train.train.validate import open_validation, validate
+from eagle3_train.trained import CHECKPOINTS, RECORD, is_trained
 
 Evaluate = Callable[[Draft], dict[str, Any]]
 NOTHING = {"rows": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "waited": 0.0, "skipped_steps": 0}
 SKIPPED_IN_A_ROW = 10  # updates; more is no accident but a run that has diverged
 
 
-def train(cfg: Config, evaluate: Evaluate | None = None, is_lost: Callable[[], bool] = lambda: False) -> Draft:
+def train(cfg: Config, evaluate: Evaluate | None = None, is_lost: Callable[[], bool] = lambda: False) -> None:
     """Train the point that `cfg` describes, or continue it, or return at once where it is done.
 
-    Writes config.yaml, metrics.jsonl, checkpoints/ and at the end train.json into the point's folder.
+    Writes config.yaml, metrics.jsonl, checkpoints/ and at the end train.json into the point's folder; `load_head` gives
+    the head. What is there already is for rank 0 to see: on a shared file system others may see it later.
     `evaluate(head)` is called every `train.eval_every` steps on rank 0, with a plain head on `cfg.device`; its numbers
     are logged, and its `tau` chooses the best checkpoint. `is_lost()`: asked once a step on rank 0, whether another
     process has taken the point over; nothing is written then.
@@ -61,13 +61,13 @@ def train(cfg: Config, evaluate: Evaluate | None = None, is_lost: Callable[[], b
     with world_from_environment(device, cfg.engine.timeout_minutes) as world, _told_where(cfg, world):
         check_engine(cfg.engine, world)
         store = open_store(cfg)
-        if not _is_done(cfg):
-            _train(cfg, store.require_whole(), evaluate, is_lost, device, world)
+        if not world.on_main(lambda: is_trained(cfg)):
+            world.on_main(store.require_whole)
+            _train(cfg, store, evaluate, is_lost, device, world)
         elif world.is_main:
             say(f"{cfg.point_name}: trained already")
         if world.is_main:
             store.finished(cfg.point_name, cfg.launch.rolling.session)
-        return load_head(cfg, device, store)  # plain and whole, whatever the engine has made of its own
 
 
 @contextmanager
@@ -77,19 +77,10 @@ def _told_where(cfg: Config, world: World) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if world.is_main:
-            last = checkpoint.newest(cfg.point_dir / "checkpoints")
+            last = checkpoint.newest(cfg.point_dir / CHECKPOINTS)
             where = f"its last checkpoint is of step {last.step}" if last else "it has no checkpoint yet"
             say(f"{cfg.point_name}: {where} (train.checkpoint_every={cfg.train.checkpoint_every})")
         raise
-
-
-def _is_done(cfg: Config) -> bool:
-    """With its weights: what checkpoints that were removed held is trained anew."""
-    path, last = cfg.point_dir / "train.json", checkpoint.newest(cfg.point_dir / "checkpoints")
-    if not path.exists() or last is None:
-        return False
-    found = read_object(path)
-    return (found.get("train_identity"), found.get("steps")) == (digest(cfg.point_identity), last.step)
 
 
 def make_plan(cfg: Config, store: Store) -> BatchPlan:
@@ -109,21 +100,21 @@ def _train(
     world: World,
 ) -> None:
     plan = make_plan(cfg, store)
-    head = build_head(cfg, store, device)
+    head = build_head(cfg, store, device, world.on_main(lambda: token_counts(store)))
     if not trains(cfg, head):
         _without_training(cfg, head, store, plan, world)
         return
-    validation = open_validation(cfg, head, store.spec)
+    validation = open_validation(cfg, head, store.spec, world)
     plain = copy_sharing_buffers(head) if evaluate and cfg.train.eval_every and world.is_main else None
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
     engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)
-    folder = cfg.point_dir / "checkpoints"
+    folder = cfg.point_dir / CHECKPOINTS
     saver = Saver(folder, world, cfg.train.keep_last, cfg.train.keep_best, store.saved)
     meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))
 
     # Where were we? At the newest whole checkpoint that rank 0 sees.
     first, totals = 0, dict(NOTHING)
-    found, highest = world.gather((checkpoint.newest(folder), checkpoint.highest_tau(folder)))[0]
+    found, highest = world.on_main(lambda: checkpoint.newest_and_highest_tau(folder))
     seed_rank(cfg.seed, world.rank, first)
     if found:
         first, totals = plan.resume(found.state["plan"]), totals | found.state["totals"]
@@ -138,15 +129,18 @@ def _train(
             + (f", continuing at step {first}" if first else "")
         )
 
+    def replay(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        assert plain is not None
+        assert evaluate is not None
+        plain.load_state_dict(weights)
+        return evaluate(plain)
+
     def measure() -> dict[str, Any]:
         """Validation loss, and what `evaluate` says of the weights as a checkpoint would hold them."""
         numbers = validate(cfg.train, engine, validation)
         if evaluate and cfg.train.eval_every:
             weights = engine.weights()
-            if plain is not None:
-                plain.load_state_dict(weights)
-                numbers |= evaluate(plain)
-            numbers = world.gather(numbers)[0]
+            numbers |= world.on_main(lambda: replay(weights))
         return numbers
 
     numbers: dict[str, Any] = {}
@@ -213,14 +207,14 @@ def _train(
 
     # Killed between the last checkpoint and train.json, it comes here without a step.
     numbers = numbers or measure()
-    record = _record(cfg, head, store, plan, totals, len(plan))
+    record = make_record(cfg, engine.outline, store, plan, totals, len(plan))
     record |= {k: v for k, v in numbers.items() if k.startswith("val_")}
     record |= {"train_tokens_per_s": totals["tokens"] / totals["seconds"], "skipped_steps": totals["skipped_steps"]}
     record["wall_seconds"]["data"] = totals["waited"]
     tracker.summary({k: v for k, v in record.items() if isinstance(v, int | float)})
     tracker.close()
     if world.is_main:
-        write_json(cfg.point_dir / "train.json", _without_nan(record, cfg.point_name))
+        write_json(cfg.point_dir / RECORD, without_nan(record, cfg.point_name))
     world.barrier()
 
 
@@ -234,31 +228,11 @@ def _describe(step: int, plan: BatchPlan, result: StepResult, sequences: list[Se
     )
 
 
-def _without_nan(record: dict[str, Any], name: str) -> dict[str, Any]:
-    """Numbers that are not finite as null, which every reader of JSON takes; said aloud, hours of training kept."""
-    bad: list[str] = []
-
-    def clean(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            return {k: clean(v, f"{key}.{k}" if key else k) for k, v in value.items()}
-        if isinstance(value, list):
-            return [clean(v, f"{key}[{i}]") for i, v in enumerate(value)]
-        if isinstance(value, float) and not math.isfinite(value):
-            bad.append(f"{key} = {value}")
-            return None
-        return value
-
-    cleaned: dict[str, Any] = clean(record, "")
-    if bad:
-        say(f"WARNING: {name}: {', '.join(bad)}: null in train.json; it has diverged, or held-out data is damaged")
-    return cleaned
-
-
 def _without_training(cfg: Config, head: Draft, store: Store, plan: BatchPlan, world: World) -> None:
     """A head as it starts is a point too: its record says that it has consumed nothing."""
     if world.is_main:
         save(cfg, cfg.point_dir / "config.yaml")
-        write_json(cfg.point_dir / "train.json", _record(cfg, head, store, plan, NOTHING, steps=0))
+        write_json(cfg.point_dir / RECORD, make_record(cfg, head, store, plan, NOTHING, steps=0))
         why = "train.regime=none" if head.is_trained else f"draft={cfg.draft.kind} has nothing to train"
         say(f"{cfg.point_name}: not trained, {why}")
     world.barrier()
@@ -274,36 +248,3 @@ def scalars(numbers: dict[str, Any]) -> dict[str, float]:
     for name, value in numbers.items():
         flat |= by_step(name.removesuffix("_steps"), value) if isinstance(value, list) else {name: value}
     return flat
-
-
-def _record(
-    cfg: Config, head: Draft, store: Store, plan: BatchPlan, totals: dict[str, Any], steps: int
-) -> dict[str, Any]:
-    """What training knows of the Result contract (docs/architecture.md)."""
-    return {
-        "schema": 1,
-        "study": cfg.study.name,
-        "point": cfg.point_name,
-        "target": cfg.target.name,
-        "draft": cfg.draft.kind,
-        "data_scale": cfg.data.scale,
-        "seed": cfg.seed,
-        "unique_sequences": len(plan.lengths),
-        "unique_tokens": plan.epoch_tokens,
-        "supervised_tokens": int(store.index.n_supervised[: len(plan.lengths)].sum(dtype=np.int64)),
-        "consumed_tokens": totals["tokens"],
-        "consumed_supervised_tokens": totals["rows"],
-        "epochs": totals["tokens"] / plan.epoch_tokens,
-        "steps": steps,
-        "draft_steps": head.steps,
-        "draft_vocab_size": len(head.vocab.ids),
-        "vocab_coverage": head.vocab.coverage,
-        "parameters": head.parameter_counts(),
-        "train_flops": totals["flops"],
-        "wall_seconds": {"train": totals["seconds"]},
-        "peak_rss_mb": peak_rss_mb(),
-        "optim": asdict(cfg.optim),
-        "store_fingerprint": store.fingerprint,
-        "code_version": code_version(),
-        "train_identity": digest(cfg.point_identity),
-    }

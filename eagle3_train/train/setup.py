@@ -23,6 +23,7 @@ from eagle3_train.store import (
 )
 from eagle3_train.target import prepare_target, weight_hash
 from eagle3_train.train import checkpoint
+from eagle3_train.trained import CHECKPOINTS, RECORD
 
 
 def open_store(cfg: Config) -> Store:
@@ -55,10 +56,10 @@ def _require_data(cfg: Config, store: Store) -> None:
         )
 
 
-def build_head(cfg: Config, store: Store, device: torch.device) -> Draft:
+def build_head(cfg: Config, store: Store, device: torch.device, counts: np.ndarray) -> Draft:
     """A newly initialised head in fp32, or the published one that `draft.init_from` names; the same on every rank, by
-    `cfg.seed`."""
-    part, counts = read_target_part(cfg.paths.store, store.spec), token_counts(store)
+    `cfg.seed`. `counts`: `token_counts` of the store."""
+    part = read_target_part(cfg.paths.store, store.spec)
     torch.manual_seed(cfg.seed)
     if cfg.draft.init_from is not None:
         published = read_published(cfg.draft.init_from)
@@ -104,7 +105,8 @@ def trains(cfg: Config, head: Draft) -> bool:
 
 def parameter_counts(cfg: Config) -> dict[str, int]:
     """Parameters of the head that `cfg` describes, by part (see Draft.parameter_counts)."""
-    return build_head(cfg, open_store(cfg), torch.device("cpu")).parameter_counts()
+    store = open_store(cfg)
+    return build_head(cfg, store, torch.device("cpu"), token_counts(store)).parameter_counts()
 
 
 def seed_rank(seed: int, rank: int, step: int) -> None:
@@ -120,12 +122,13 @@ def copy_sharing_buffers(head: Draft) -> Draft:
 def load_head(cfg: Config, device: torch.device, store: Store | None = None) -> Draft:
     """The head of a point, trained to its end: from its last checkpoint. `store`: of `open_store`, where the caller has
     it. ValueError where training has not ended, or its last checkpoint is gone or damaged."""
-    trained = cfg.point_dir / "train.json"
+    trained = cfg.point_dir / RECORD
     if not trained.is_file():
         raise ValueError(f"{cfg.point_dir} holds no trained head: run `eagle3 train` with the same overrides first")
-    head = build_head(cfg, store or open_store(cfg), device)
+    store = store or open_store(cfg)
+    head = build_head(cfg, store, device, token_counts(store))
     if trains(cfg, head):
-        found, steps = checkpoint.newest(cfg.point_dir / "checkpoints"), read_object(trained).get("steps")
+        found, steps = checkpoint.newest(cfg.point_dir / CHECKPOINTS), read_object(trained).get("steps")
         if found is None or found.step != steps:
             raise ValueError(
                 f"{cfg.point_dir} was trained for {steps} steps, and "

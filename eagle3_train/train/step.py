@@ -59,7 +59,7 @@ def train_step(
     for number, part in enumerate(micro_batches):
         batch = DraftBatch.collate_or_placeholder(part, head, device, engine.dtype, cfg.padding == "length")
         if part:
-            flops += head.flops(batch)
+            flops += engine.outline.flops(batch)
             tokens += sum(s.n_tokens for s in part)
         loss = loss + engine.backward(batch, objective, last=number == len(micro_batches) - 1)
     grad_norm = engine.step(lr)

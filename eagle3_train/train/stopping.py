@@ -14,6 +14,9 @@ from eagle3_train.exits import Unfinished
 from eagle3_train.train.distributed import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+# One that comes sooner is the first one again: SLURM tells all processes of a job step, and torchrun, one of these,
+# hands it on to the ranks.
+AGAIN_S = 5.0
 
 
 class Lost(ValueError):
@@ -21,7 +24,8 @@ class Lost(ValueError):
 
 
 class Stop:
-    """While it is entered, SIGTERM and SIGUSR2 ask the loop to stop after the step; a second one ends the process.
+    """While it is entered, SIGTERM and SIGUSR2 ask the loop to stop after the step; a second one, `AGAIN_S` or more
+    later, ends the process.
 
     max_hours: of this attempt, from here on; None: no limit. is_lost: whether another process works on the same point
     by now, as rank 0 sees it.
@@ -30,7 +34,7 @@ class Stop:
     def __init__(self, max_hours: float | None, is_lost: Callable[[], bool] = lambda: False) -> None:
         self._is_lost = is_lost
         self._deadline = time.monotonic() + 3600 * max_hours if max_hours is not None else float("inf")
-        self._signal = 0
+        self._signal, self._told = 0, 0.0
 
     @property
     def is_told(self) -> bool:
@@ -64,6 +68,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal:
+        now = time.monotonic()
+        if not self._signal:
+            self._signal, self._told = number, now
+        elif now - self._told >= AGAIN_S:
             raise Unfinished()
-        self._signal = number

@@ -10,6 +10,7 @@ import torch
 from eagle3_train.config import Config, TrainConfig
 from eagle3_train.drafts import Draft, DraftBatch
 from eagle3_train.store import BatchPlan, Store, StoreSpec, inside
+from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Validation
 from eagle3_train.train.step import batch_counts
@@ -17,11 +18,13 @@ from eagle3_train.train.step import batch_counts
 RANK_TOKENS = 4096  # of a forward pass
 
 
-def open_validation(cfg: Config, head: Draft, training: StoreSpec) -> Store:
+def open_validation(cfg: Config, head: Draft, training: StoreSpec, world: World) -> Store:
     """The validation store. ValueError, before any training, where it is not whole, not of the same target as the
-    `training` store, or a draft step has no supervised row in it."""
-    store = Store.open(inside(cfg.paths.store, "validation")).require_whole().expect_same_target(training)
-    counts = sum(batch_counts([s], head, cfg.train.oov) for s in store.read(range(len(store))))
+    `training` store, or a draft step has no supervised row in it. A collective; no states are read."""
+    store = Store.open(inside(cfg.paths.store, "validation")).expect_same_target(training)
+    world.on_main(store.require_whole)
+    mine = store.read_batch(np.arange(world.rank, len(store), world.size), states=False)
+    counts = world.sum(batch_counts(mine, head, cfg.train.oov))
     if not np.all(counts):
         raise ValueError(
             f"the validation store {store.folder.uri} has no supervised row at draft step {int(np.argmin(counts))}: "

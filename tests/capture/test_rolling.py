@@ -18,7 +18,7 @@ from eagle3_train.capture.passes import announce_rolling, cap_bytes, make_stream
 from eagle3_train.capture.plan import plan
 from eagle3_train.capture.rolling import Roller
 from eagle3_train.capture.run import Worker
-from eagle3_train.config import Config
+from eagle3_train.config import Config, digest
 from eagle3_train.corpus import prepare, read_rows
 from eagle3_train.files import write_json
 from eagle3_train.store import BatchPlan, Rolling, RollingStore, Sequence, ShardWriter, is_rolling, plan_of, signs
@@ -305,7 +305,7 @@ def test_the_end_of_a_run_whose_results_were_removed_is_not_believed(cfg: Config
         shutil.rmtree(cfg.point_dir, ignore_errors=True)
         signs_in.write(f"{name}.json", json.dumps(sign | changes).encode())
         if result is not None:
-            write_json(cfg.point_dir / "train.json", result)
+            write_json(cfg.point_dir / "train.json", {"train_identity": digest(cfg.point_identity)} | result)
         if at_step is not None:
             (cfg.point_dir / "checkpoints" / f"step-{at_step:08d}").mkdir(parents=True)
         return make_roller(cfg)._marks()[name]
@@ -314,6 +314,7 @@ def test_the_end_of_a_run_whose_results_were_removed_is_not_believed(cfg: Config
     assert mark(result={"steps": 9}, at_step=9) == end > 0
     assert mark(result={"steps": 0}, at_step=None) == end  # nothing to train
     assert mark(result=None, at_step=9) == mark(result={"steps": 9}, at_step=8) == mark(result={}, at_step=9) == 0
+    assert mark(result={"steps": 9, "train_identity": "of another"}, at_step=9) == 0
     assert mark(result=None, at_step=None, ended=False) == 7
     roller = make_roller(cfg)
     for changes, found in (({}, 7), ({"ended": True}, end)):  # of now: wherever its results are

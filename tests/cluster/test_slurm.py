@@ -243,6 +243,15 @@ def test_ranks_on_two_nodes_find_each_other(bench: Bench, limited: Bench) -> Non
     assert states(bench)[NAMES[0]] == "done"
 
 
+def test_what_fails_on_one_of_two_nodes_is_not_put_back(bench: Bench, limited: Bench) -> None:
+    """srun ends the other node, and reports how that ended: as a job that is to be continued."""
+    two = ("launch=slurm", "launch.nodes=2", "engine=ddp", "data.scale=1", "seed=0")
+    bench.run("study", *two, FAKE_FAIL_RANK="1", FAKE_SECONDS="100")
+    wait_for_the_end(bench)
+    assert (states(bench)[NAMES[0]], attempts(bench, NAMES[0])) == ("failed", 1)
+    assert "the store is damaged" in bench.run("study", "logs", NAMES[0])
+
+
 def test_both_sides_of_a_rolling_store_run_in_coupled_jobs(bench: Bench, limited: Bench) -> None:
     rolls = ("store.mode=rolling", "store.cap_gib=1", "data.window=8", "launch.rolling.points_at_once=2")
     bench.run("study", "data.scale=1,2", "seed=0", "launch=slurm", *rolls, FAKE_SECONDS="3", FAKE_FAIL="x2-s0")

@@ -17,6 +17,8 @@ from eagle3_train.store.folder import Folder
 from launch import Outcome, slurm
 from launch.command import command, environment
 from launch.jobs import Job, detach, is_of_another_store, outputs, set_aside
+from launch.local import run
+from launch.lock import Lock
 from launch.worker import cut_short
 from sweeps import cost
 
@@ -256,3 +258,10 @@ def test_a_script_has_what_the_cluster_wants_to_know(compose: Callable[..., Conf
     ]  # fmt: skip
     assert "n1:20007" in srun  # one torchrun a node meets the others there
     assert environment(Job("point", cfg))["NCCL_DEBUG"] == "INFO"
+
+
+def test_who_waits_for_another_process_still_listens(compose: Callable[..., Config]) -> None:
+    """SLURM tells a job before its time limit, whatever it does."""
+    job = Job("point", compose())
+    with Lock(job.folder / ".lock"):
+        assert run(job, stop=lambda: "preempted") == Outcome("preempted")

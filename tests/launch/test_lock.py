@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -10,11 +12,14 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launch import lock as lock_module
 from launch.lock import Lock, holder_of
+
+cancel_module = importlib.import_module("launch.cancel")  # the package has a function of that name
 
 
 def python(code: str, *args: object) -> subprocess.Popen[str]:
@@ -177,3 +182,43 @@ def test_processes_exclude_each_other(tmp_path: Path) -> None:
     processes = [python(COUNT, tmp_path / "lock", tmp_path / "inside") for _ in range(4)]
     assert [p.wait() for p in processes] == [0] * 4
     assert len(list((tmp_path / "lock").iterdir())) == 1  # old generations are cleared away
+
+
+def test_a_file_system_that_is_away_for_a_moment_costs_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = os.utime, []
+
+    def flaky(path: Path) -> None:
+        asked.append(path)
+        if len(asked) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        real(path)
+
+    monkeypatch.setattr(lock_module.os, "utime", flaky)
+    lock = Lock(tmp_path, stale_after=0.9)
+    assert lock.try_acquire()
+    while len(asked) < 3:  # it goes on giving signs of life
+        assert lock._beat
+        assert lock._beat.is_alive()
+        time.sleep(0.02)
+    assert not lock.lost.is_set()
+    lock.release()
+
+
+def test_waiting_for_a_lock_has_an_end_where_it_is_given_one(tmp_path: Path) -> None:
+    first, second = Lock(tmp_path), Lock(tmp_path)
+    assert first.acquire()
+    assert not second.acquire(poll=0.01, patience=0.05)
+    first.release()
+    assert second.acquire(poll=0.01, patience=0.05)
+    second.release()
+
+
+def test_a_word_that_cannot_be_read_now_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancel_module, "LOOK_EVERY_S", 0.0)
+    cfg = SimpleNamespace(paths=SimpleNamespace(study=tmp_path))
+    cancelled = cancel_module.Cancellation(cfg)  # type: ignore[arg-type]
+    with monkeypatch.context() as m:
+        m.setattr(Path, "read_text", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        assert cancelled() == ""
+    cancel_module.cancel(tmp_path)
+    assert cancelled() == "cancelled"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_train import files
+from launch import supervise as supervise_module
 from launch.supervise import last_words, supervise, tail
 
 
@@ -237,3 +238,17 @@ def test_tail_reads_the_end_only(tmp_path: Path) -> None:
     log.write_text("".join(f"{i} {'x' * 200}\n\n" for i in range(10_000)))
     assert [line.split()[0] for line in tail(log, 3)] == ["9997", "9998", "9999"]
     assert tail(tmp_path / "none") == []
+
+
+def test_a_log_that_cannot_be_written_ends_no_job(capfd: pytest.CaptureFixture[str]) -> None:
+    command = script("""
+        print("first", flush=True)
+        print("second")
+    """)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with open("/dev/full", "wb", buffering=0) as full:
+        assert supervise_module._forward(child, full, "x1", lambda: "") == ""
+    out = capfd.readouterr().out
+    assert out.count("cannot be written any more") == 1
+    assert "x1 | first" in out
+    assert "x1 | second" in out

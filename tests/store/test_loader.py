@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 
 from eagle3_train.store import BatchPlan, Loader, Store, shard_name
+from eagle3_train.store import loader as loader_module
+from eagle3_train.store.reader import _Shard
 
 from .helpers import make_store
 
@@ -106,3 +110,33 @@ def test_memory_stays_small_while_a_large_store_is_read_ten_times(tmp_path: Path
     assert size > 10 * cap
     assert max(peaks) < cap
     assert max(peaks[5:]) < max(peaks[:5]) * 1.2 + 5
+
+
+@pytest.mark.parametrize(("number", "times"), [(errno.EIO, 2), (errno.EIO, 9), (errno.ENOENT, 1)])
+def test_a_server_that_is_away_for_a_moment_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, times: int
+) -> None:
+    monkeypatch.setattr(loader_module, "AGAIN_S", (0.01, 0.01, 0.01))
+    store = make_store(tmp_path)
+    plan = make_plan(store)
+    with Loader(store, plan) as loader:
+        expected = [[s.sample_id for s in sequences] for _, sequences in loader]
+    real, failed, opened = _Shard.read_hidden, [], []
+
+    def flaky(shard: _Shard, offset: int, into: memoryview) -> None:
+        if len(failed) < times:
+            failed.append(shard)
+            raise OSError(number, os.strerror(number))
+        opened.append(shard)
+        real(shard, offset, into)
+
+    monkeypatch.setattr(_Shard, "read_hidden", flaky)
+    with Loader(store, plan, readers=1) as loader:
+        if times == 2:
+            assert [[s.sample_id for s in sequences] for _, sequences in loader] == expected
+            assert not {id(shard) for shard in failed} & {id(shard) for shard in opened}  # handles may be stale
+            assert "again in" in capsys.readouterr().out
+        else:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                next(loader)
+            assert len(failed) == (4 if number == errno.EIO else 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +245,59 @@ def test_a_worker_that_has_ended_is_named_at_once_with_how_to_start_it(
         "capture worker 0 (process 1 on elsewhere) has ended, its last: ended by KeyError. Start the workers (eagle3"
     )
     assert (said.count(words) == 1) if is_told else (said == "")
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(
+    ("session", "owner", "failed"), [("1-b", "1-b", True), ("1-b", "1-b", False), ("1-b", "0-a", True), ("", "x", True)]
+)
+def test_a_worker_that_has_failed_ends_the_waiting_of_its_session(
+    tmp_path: Path, session: str, owner: str, failed: bool
+) -> None:
+    """One that a signal has ended is started again by its launcher, one of another session has a successor, and by hand
+    anyone may start one."""
+    announce(tmp_path, make_spec())
+    sign = of_worker(ended=True, failed=failed, doing="ended: KeyError", owner=owner)
+    Folder(tmp_path).child(WORKERS).write("0.json", json.dumps(sign).encode())
+    store = RollingStore.open(tmp_path, 0.9 / 60)
+    plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 400, epochs=1)
+    store.follow("run", plan, 0, session, is_main=True)
+    ends = session == owner and failed
+    words = r"a capture worker \(process 1 on elsewhere\) has failed, its last: ended: KeyError\. Start the workers"
+    with pytest.raises(ValueError if ends else TimeoutError, match=words if ends else "waiting for shard"):
+        steps(store, plan)
+
+
+def test_a_shard_that_is_long_in_coming_is_asked_for_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of our own; a thousand ranks ask so."""
+    announce(tmp_path, make_spec())
+    store = RollingStore.open(tmp_path)
+    plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 400, epochs=1)
+    store.follow("run", plan, 0, "", is_main=False)
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(rolling_module, "time", clock)
+    with pytest.raises(rolling_module.Cancelled):
+        store.read_step(plan, 0, 0, 1, None, lambda: sum(slept) > 60)
+    assert max(slept[:5]) <= 0.1
+    assert len(slept) < 120
+
+
+def test_a_mark_that_cannot_be_written_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(tmp_path, make_spec())
+    store = RollingStore.open(tmp_path)
+    plan = BatchPlan(store.index.n_tokens, store.fingerprint, 0, 400, epochs=1)
+    store.follow("run", plan, 0, "", is_main=True)
+    real = Folder.write
+
+    def away(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Folder, "write", away)
+    store.saved(len(plan))
+    monkeypatch.setattr(Folder, "write", real)
+    store.finished("run", "")  # as the next beat would
+    assert read_signs(Folder(tmp_path), READERS)["run"]["mark"] > 0
 
 
 @pytest.mark.usefixtures("hurried")

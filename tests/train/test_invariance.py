@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle3_train.config import Config, EngineConfig, OptimConfig
-from eagle3_train.store import Sequence, Store
+from eagle3_train.store import Sequence, Store, token_counts
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import make_engine
 from eagle3_train.train.setup import build_head
@@ -39,7 +39,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gradients(cfg: Config, micro_batches: list[list[Sequence]], world: World) -> Result:
     """Of one step's global batch, as the optimizer would see them."""
-    head = build_head(cfg, Store.open(cfg.paths.store), CPU)
+    store = Store.open(cfg.paths.store)
+    head = build_head(cfg, store, CPU, token_counts(store))
     kind = "single" if world.size == 1 else "ddp"
     engine = make_engine(EngineConfig(kind), head, OptimConfig(), world, torch.float32)
     engine.step = lambda lr: 0.0  # type: ignore[method-assign]

@@ -113,23 +113,24 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.parametrize(
-    ("how", "seen"),
+    ("how", "code", "seen"),
     [
-        ('raise RuntimeError("a cosmic ray")', r"rank\s*:\s*1 .*RuntimeError: a cosmic ray"),
-        # Whether torchrun sees the dead rank first or the one that lost its connection to it is a race.
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"Signal 9 \(SIGKILL\) received by PID|rank\s*:\s*0 .*by peer"),
+        ('raise RuntimeError("a cosmic ray")', 1, r"Root Cause.*rank\s*:\s*1 .*RuntimeError: a cosmic ray"),
+        ('raise ValueError("your mistake")', MISTAKE, r"error: your mistake"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, r"rank 1 \(process \d+\) was killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_dies_ends_the_job_with_its_own_error(
-    how: str, seen: str, outputs: NewOutputs, tmp_path: Path
+    how: str, code: int, seen: str, outputs: NewOutputs, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(DIES.format(how=how))
     ranks = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", *STEP)
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     job = start(*ranks, *overrides(outputs("dies"), train__epochs=10000, train__log_every=100000), **paths)
-    out = finish(job, code=1)
-    summary = out[out.rindex("Root Cause") :]
-    assert re.search(seen, summary, re.DOTALL), out
+    out = finish(job, code)
+    assert re.search(seen, out, re.DOTALL), out
+    assert ("Traceback" in out) == (code == 1), out
+    assert "by peer" not in out
 
 
 def test_ranks_that_srun_started_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

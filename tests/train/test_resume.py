@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import shutil
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
 
 from eagle3_train.exits import REQUEUE, Unfinished
-from eagle3_train.train import checkpoint, load_head, train
+from eagle3_train.train import checkpoint, load_head, stopping, train
 from eagle3_train.train.checkpoint import Saver
 from eagle3_train.train.distributed import World
-from eagle3_train.train.stopping import Lost
+from eagle3_train.train.stopping import Lost, Stop
 from tests.train.conftest import NewOutputs
 from tests.train.ranks import run_ranks, train_and_die, train_tiny, train_with_signal
 from tests.train.results import losses, newest, rows, same
@@ -101,13 +103,13 @@ def test_ctrl_c_says_from_where_it_goes_on(outputs: NewOutputs, capsys: pytest.C
         assert f"{words} (train.checkpoint_every=4)" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_a_second_signal_ends_at_once(outputs: NewOutputs) -> None:
-    from eagle3_train.train.stopping import Stop
-
+def test_a_second_signal_ends_at_once_and_the_first_one_again_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with Stop(None) as stop:
         assert stop.reason(World()) is None
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # SLURM tells a rank, and torchrun, which SLURM has told, tells it too
         assert stop.reason(World()) == "SIGTERM"
+        monkeypatch.setattr(stopping, "AGAIN_S", 0.0)
         with pytest.raises(Unfinished):
             signal.raise_signal(signal.SIGTERM)
 
@@ -209,6 +211,51 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
         found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("file_digest", OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        ("dcp.load", CheckpointException("of rank 1", {}), "could not be read, and is as it was written"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, words: str
+) -> None:
+    """Its user would delete it."""
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        save(saver, 1)
+    found = checkpoint.newest(tmp_path)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as m:
+        m.setattr(f"eagle3_train.train.checkpoint.{name}", fails)
+        with pytest.raises(OSError, match=words):
+            found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+    assert found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+
+
+def test_checksums_are_of_what_was_written_whatever_a_listing_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "rglob", lambda *args: iter([]))  # files of other machines are not in it yet
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        save(saver, 1)
+    files = checkpoint.newest(tmp_path).state["files"]
+    assert set(files) == {"head.safetensors", "rng.pt", "optimizer/.metadata", "optimizer/__0_0.distcp"}
+
+
+def test_a_state_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Saver(tmp_path, World(), keep_last=2, keep_best=True) as saver:
+        save(saver, 1)
+    real, reads = checkpoint.read_object, []
+    monkeypatch.setattr(checkpoint, "read_object", lambda path: reads.append(path) or real(path))
+    found = checkpoint.newest(tmp_path)
+    assert found.load_into(OneWeight(0.0))  # type: ignore[arg-type]
+    assert len(reads) == 1
+
+
 def test_a_folder_in_the_place_of_the_link_to_the_best_is_named_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     with pytest.raises(ValueError, match=r"best is a folder.*move it away"):
@@ -246,6 +293,7 @@ def test_weights_that_are_not_as_they_were_written_are_refused(tmp_path: Path) -
     with pytest.raises(ValueError, match="another checksum"):
         found.weights()
     state.write_text('{"step": 1, "plan": {}, "totals": {}}')  # of before there were checksums
+    found = checkpoint.newest(tmp_path)
     assert found.weights()
     for bad in (torch.tensor([float("nan")]), torch.tensor([1])):
         save_file({"w": bad}, file)
@@ -253,11 +301,11 @@ def test_weights_that_are_not_as_they_were_written_are_refused(tmp_path: Path) -
             found.weights()
     state.write_bytes(as_written.replace(b'"tokens": 7', b'"tokens": 6'))
     with pytest.raises(ValueError, match=r"state.json has another checksum.*delete that folder"):
-        found.weights()
+        checkpoint.newest(tmp_path).weights()
     for text in ("{}", "[]", "null", '{"step": 1, "plan": null, "totals": {}}', '{"step": "1", "plan": {}}'):
         state.write_text(text)
         with pytest.raises(ValueError, match=r"step-00000001 is damaged.*delete that folder"):
-            found.weights()
+            checkpoint.newest(tmp_path).weights()
 
 
 def test_a_head_whose_last_checkpoint_is_gone_is_trained_on(outputs: NewOutputs) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from eagle3_train.config import EngineConfig, OptimConfig, TrainConfig
 from eagle3_train.drafts import DraftBatch
-from eagle3_train.store import Store
+from eagle3_train.store import Store, token_counts
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Objective
@@ -36,7 +36,7 @@ def test_micro_batches_do_not_change_the_update(study: Path, oov: str) -> None:
     sequences = list(store.read(range(8)))
     results = {}
     for size in (8, 4, 2, 1):
-        head = build_head(cfg, store, CPU)
+        head = build_head(cfg, store, CPU, token_counts(store))
         engine = Engine(EngineConfig(), head, OptimConfig(clip_norm=1e9), World(), torch.float32)
         parts = [sequences[i : i + size] for i in range(0, 8, size)]
         result = train_step(engine, [*parts, []], 1e-2, TrainConfig(oov=oov), World())
@@ -57,7 +57,7 @@ def test_the_divisor_is_the_global_count(study: Path) -> None:
     """A part of the batch under the global counts is not the mean of its own rows: gradients of parts add up."""
     cfg = tiny_config(study)
     store = Store.open(cfg.paths.store)
-    head = build_head(cfg, store, CPU)
+    head = build_head(cfg, store, CPU, token_counts(store))
     sequences = list(store.read(range(6)))
     counts = batch_counts(sequences, head, "drop")
 
@@ -73,7 +73,7 @@ def test_the_divisor_is_the_global_count(study: Path) -> None:
 def test_host_and_device_agree_on_the_vocabulary(study: Path) -> None:
     cfg = tiny_config(study)
     store = Store.open(cfg.paths.store)
-    head = build_head(cfg, store, CPU)
+    head = build_head(cfg, store, CPU, token_counts(store))
     sequence = store[0]
     batch = DraftBatch.collate([sequence], CPU, torch.float32)
     kept = head.kept_targets(batch).numpy()

@@ -24,8 +24,7 @@ PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 class Accelerate(Engine):
     def __init__(self, cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
-        self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
-        self.device = next(head.parameters()).device
+        self.take(cfg, head, optim, world, dtype)
         self.needs_several()
         asked = _asked()
         if asked not in ("DDP", "FSDP"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -28,16 +29,27 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions(cpu_offload=True)
 
 
+def outline_of(head: Draft) -> Draft:
+    """The head without its weights: what knows its parameters and FLOPs, whatever becomes of the head."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in head.parameters()}
+    return copy.deepcopy(head, empty | {id(buffer): buffer for buffer in head.buffers()})
+
+
 class Engine:
     """One process, one device: the engine `single`, and the base of the others."""
 
     def __init__(self, cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
-        self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
-        self.device = next(head.parameters()).device
-        self.shapes = {name: t.shape for name, t in head.state_dict().items()}  # whole, however an engine shards them
-        self.gradient_factor = 1.0
+        self.take(cfg, head, optim, world, dtype)
         self.module = self.wrap(head)
         self.optimizer = make_optimizer(optim, self.module.parameters())
+
+    def take(self, cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        """Note what is given, and of the head what an engine that shards it makes unreadable: its sizes."""
+        self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
+        self.device = next(head.parameters()).device
+        self.shapes = {name: t.shape for name, t in head.state_dict().items()}
+        self.outline = outline_of(head)
+        self.gradient_factor = 1.0
 
     def wrap(self, head: Draft) -> nn.Module:
         if self.world.size > 1:

@@ -56,16 +56,16 @@ def deepspeed_config(cfg: EngineConfig, optim: OptimConfig, dtype: torch.dtype) 
         "zero_force_ds_cpu_optimizer": False,
     }
     if dtype != torch.float32:
-        filled["torch_autocast"] = {"enabled": True, "dtype": str(dtype)}
+        # By itself DeepSpeed sums the gradients of linear layers over ranks in `dtype` too; the other engines do it in
+        # fp32. So do we, with no such modules.
+        filled["torch_autocast"] = {"enabled": True, "dtype": str(dtype), "lower_precision_safe_modules": []}
     return filled | given
 
 
 class DeepSpeed(Engine):
     def __init__(self, cfg: EngineConfig, head: Draft, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
-        self.cfg, self.head, self.optim, self.world, self.dtype = cfg, head, optim, world, dtype
+        self.take(cfg, head, optim, world, dtype)
         self.needs_several()
-        self.device = next(head.parameters()).device
-        self.shapes = {name: t.shape for name, t in head.state_dict().items()}
         config = deepspeed_config(cfg, optim, dtype)
         if find_spec("deepspeed") is None:
             raise ValueError("engine=deepspeed needs a package that is missing: pip install 'eagle3-train[deepspeed]'")

@@ -4,8 +4,8 @@ Python imports this file by itself at start when its folder is on PYTHONPATH. Th
 study are the real ones.
 
 Every call is noted in $FAKE_CALLS, a line each. $FAKE_FAIL: a part of the names of points whose training fails.
-$FAKE_ROLL_FAIL: workers fail. $FAKE_SECONDS: how long a training takes. $FAKE_LR: the learning rate of the lowest
-validation loss, at each data scale.
+$FAKE_FAIL_RANK: that rank's does. $FAKE_ROLL_FAIL: workers fail. $FAKE_SECONDS: how long a training takes. $FAKE_LR:
+the learning rate of the lowest validation loss, at each data scale.
 """
 
 import json
@@ -71,6 +71,8 @@ def calls(word):
 
 def train(cfg, evaluate=None, is_lost=None):
     note(f"train {cfg.point_name}")
+    if os.environ.get("FAKE_FAIL_RANK") == os.environ.get("RANK", "0"):
+        raise ValueError("the store is damaged")
     steps = 10
     metrics = cfg.point_dir / "metrics.jsonl"
     metrics.parent.mkdir(parents=True, exist_ok=True)
