@@ -141,7 +141,7 @@ class Needs:
 def _training(flops: float, left: int, points: int, sure: str) -> str:
     """FLOPs of the `left` ones of all points, in words."""
     if not left:
-        return "all points are trained"
+        return "all points are done"
     which = "all points" if left == points else f"the {count(left, 'point')} that {'is' if left == 1 else 'are'} left"
     return f"{sure}{flops:.2g} FLOPs to train {which}"
 

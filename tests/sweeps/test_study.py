@@ -208,7 +208,7 @@ def test_a_finished_study_with_more_sequences_is_planned_as_what_it_is(bench: Be
     bench.run(*TWO)
     cfg = config.load(bench.study / NAMES[0] / "config.yaml")
     write_json(bench.study / "store" / "origin.json", cfg.data_identity)
-    assert "captured already, all points are trained" in bench.run(*TWO, "dry_run=true")
+    assert "captured already, all points are done" in bench.run(*TWO, "dry_run=true")
     more = (*TWO, "corpus.sequences=512")
     for words, code in (("dry_run=true",), 0), ((), 2):
         out = bench.run(*more, *words, code=code)
