@@ -8,16 +8,18 @@ backward pass as two forward ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eagle3_train.config import Config
+from eagle3_train.config import Config, differences
 from eagle3_train.files import inside, is_file, read_json
+from launch.jobs import training_manifest
 from sweeps.heads import head_cost
 
 BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 INDEX_BYTES = 24  # a sequence in a process that trains: its length, and where it lies
+SEQUENCES = "corpus.sequences"
 TRAINING_BYTES = 12  # a parameter in a checkpoint: fp32 weight and AdamW's two moments
 
 
@@ -52,13 +54,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Data:
-    """Of `sequences` sequences. `exact`: counted. `assumed`: by a mean length, not bounded by the greatest."""
+    """Of `sequences` sequences. `exact`: counted. `assumed`: which mean length they are taken to have, in words; "":
+    none, the greatest bounds them."""
 
     sequences: int
     tokens: float
     supervised: float
     exact: bool
-    assumed: bool = False
+    assumed: str = ""
 
     def first(self, sequences: int) -> Data:
         """The first ones, which are a random sample."""
@@ -92,20 +95,55 @@ def shape_of(cfg: Config) -> Shape | None:
 
 
 def data_of(cfg: Config) -> Data:
-    """The training corpus: as it was captured or prepared, or as `plan` assumes, or sequences of the greatest length;
-    where neither says how many there are, as many as the point `cfg` needs."""
-    store, corpus = inside(cfg.paths.store, "manifest.json"), inside(cfg.paths.corpus, "report.json")
-    if is_file(store):
-        found = read_json(store)
-        return Data(found["rows"], found["tokens"], found["supervised_tokens"], exact=True)
-    if is_file(corpus):
-        found = read_json(corpus)["parts"]["train"]
-        return Data(found["sequences"], found["tokens"], found["supervised_tokens"], exact=True)
-    mean, longest = cfg.plan.tokens_per_sequence, cfg.corpus.max_length
+    """The training corpus: as it was captured or prepared under these settings; or as many sequences as are asked for,
+    as long as those that are there, or as `plan` assumes, or of the greatest length; where nothing says how many, as
+    many as the point `cfg` needs."""
+    longest, mean, share = cfg.corpus.max_length, cfg.plan.tokens_per_sequence, cfg.plan.supervised_share
+    assumed = ""
+    if mean is not None and mean > longest:
+        assumed = f"all of corpus.max_length={longest} tokens, below plan.tokens_per_sequence={mean:g}"
+    elif mean is not None:
+        assumed = f"plan.tokens_per_sequence={mean:g}"
+    for found, changed in _counted(cfg):
+        if not changed:
+            return found
+        if [*changed] == [SEQUENCES]:
+            mean, share = found.tokens / found.sequences, found.supervised / found.tokens
+            assumed = f"as long as the {found.sequences:,} that are there"
     length = longest if mean is None else min(mean, longest)
     sequences = cfg.corpus.sequences or cfg.data.sequences or math.ceil((cfg.data.tokens or 0) / length)
     tokens = float(sequences * length)
-    return Data(sequences, tokens, tokens * cfg.plan.supervised_share, exact=False, assumed=mean is not None)
+    return Data(sequences, tokens, tokens * share, exact=False, assumed=assumed)
+
+
+def _counted(cfg: Config) -> Iterator[tuple[Data, dict[str, str]]]:
+    """The training rows of the corpus and of the store that are there, and which settings they were made under that are
+    others now. First what was captured: a corpus may have been prepared anew since."""
+    if is_file(path := inside(cfg.paths.store, "manifest.json")):
+        found = read_json(path)
+        yield Data(found["rows"], found["tokens"], found["supervised_tokens"], exact=True), captured_otherwise(cfg)
+    parts, changed = _prepared(cfg)
+    if found := parts.get("train"):
+        yield Data(found["sequences"], found["tokens"], found["supervised_tokens"], exact=True), changed
+
+
+def _prepared(cfg: Config) -> tuple[dict[str, Any], dict[str, str]]:
+    """The parts of the corpus that is there (of its report), and which settings it was prepared under that are others
+    now; nothing where there is none."""
+    path = inside(cfg.paths.corpus, "report.json")
+    if not is_file(path):
+        return {}, {}
+    report = read_json(path)
+    then = report.get("identity", {})
+    return report["parts"], differences(then, {k: v for k, v in cfg.data_identity.items() if k in then})
+
+
+def captured_otherwise(cfg: Config) -> dict[str, str]:
+    """Settings that the training store which is there was captured under and that are others now: key -> what to say of
+    it. One that came without its origin is compared by the capture alone."""
+    path = inside(cfg.paths.store, "origin.json")
+    then = read_json(path) if is_file(training_manifest(cfg)) and is_file(path) else {}
+    return differences(then, cfg.data_identity) if then else {}
 
 
 def epochs(cfg: Config, data: Data) -> float:
@@ -138,6 +176,28 @@ def store_bytes(cfg: Config, shape: Shape, data: Data, dtype: str | None = None)
     return data.tokens * token_bytes(cfg, shape, dtype)
 
 
+def beside_bytes(cfg: Config, shape: Shape, data: Data) -> dict[str, float]:
+    """What a store holds beside the training states, by what it is: bounds, since transcripts may end before their
+    limit, and the dtype that the target computes in is known on its device only. Ends of the target: embeddings, head,
+    last layer."""
+    parts, changed = _prepared(cfg)
+    counted = {} if changed else parts
+    mean = data.tokens / data.sequences
+    validation = counted.get("validation", {}).get("tokens", cfg.corpus.validation_sequences * mean)
+    transcripts = 0
+    for task in cfg.eval.tasks:
+        part = counted.get(f"tasks/{task.name}", {})
+        prompts = part.get("sequences", task.prompts)
+        transcripts += part.get("tokens", prompts * task.max_prompt_tokens) + prompts * task.new_tokens
+    compute = "fp32" if cfg.capture.compute_dtype == "auto" else cfg.capture.compute_dtype
+    layer = 2 * shape.hidden * (shape.queries + shape.keys) + 3 * shape.hidden * shape.intermediate
+    return {
+        "validation": validation * token_bytes(cfg, shape),
+        "transcripts": float(transcripts * token_bytes(cfg, shape, cfg.store.transcript_dtype)),
+        "the target's ends": float(BYTES[compute] * (2 * shape.vocab * shape.hidden + layer)),
+    }
+
+
 def token_bytes(cfg: Config, shape: Shape, dtype: str | None = None) -> int:
     """Hidden states of one token in the store."""
     dtype = dtype or cfg.store.dtype
@@ -149,7 +209,9 @@ def captured_tokens(points: Sequence[Config], data: Data, later_epochs: str) -> 
     """Tokens that a rolling store's workers capture for all points: those that train at the same time share their
     passes, each as long as the longest of them needs; fp8 copies take the place of all but the first."""
     reading = [cfg for cfg in points if cfg.train.regime != "none"]
-    at_once = points[0].launch.rolling.points_at_once
+    if not reading:
+        return 0.0
+    at_once = reading[0].launch.rolling.points_at_once
     total = 0.0
     for start in range(0, len(reading), at_once):
         group = reading[start : start + at_once]

@@ -12,13 +12,14 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from eagle3_train import config
 from eagle3_train.cli import guarded
 from eagle3_train.console import duration, say
 from launch import Job, Outcome, run
-from sweeps.points import set_decode, split
+from sweeps.estimate import missing_data
+from sweeps.points import compositions, set_decode, split
 from sweeps.study import run_study, share_data
 
 _failed: dict[str, Outcome] = {}  # Hydra returns nothing from a multirun
@@ -48,8 +49,14 @@ def main() -> int:
     if config.compose([*fixed.values()]).launch.kind == "slurm":
         run_study([*words, "study.axes={}"])
         return 0
-    for key in filter(config.is_of_target, swept):  # each job sees one value, and is to know that there are others
-        sys.argv.append(f"++study.axes={{{key}:[{','.join(swept[key])}]}}")
+    of_target = {key: values for key, values in swept.items() if config.is_of_target(key)}
+    for key, values in of_target.items():  # each job sees one value, and is to know that there are others
+        sys.argv.append(f"++study.axes={{{key}:[{','.join(values)}]}}")
+    raw = config.compose_raw([*fixed.values()])
+    OmegaConf.update(raw, "study.axes", of_target, merge=False)
+    for _, cfg in compositions([*fixed.values()], raw, swept):  # all of them, before the first job does anything
+        if missing := missing_data(cfg):
+            raise ValueError(missing)
     run_one()
     for name, outcome in _failed.items():
         say(outcome.text(name))

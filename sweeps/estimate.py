@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle3_train.config import Config
-from eagle3_train.console import duration, size
+from eagle3_train.console import count, duration, size
 from eagle3_train.files import inside, is_file, read_json, read_object
 from launch import Job
 from sweeps import cost
@@ -34,29 +34,42 @@ def describe(study: Study) -> str:
     if cfg.eval.decode and cfg.eval.decode_tasks and not decoded:
         lines.append("  no point is decoded with the real target: study.decode_points=[] decodes all")
     several = len(study.parts) > 1
-    found = [Needs.of(part) for part in study.parts]
+    left = {p.name for p, is_done in zip(study.points, done, strict=True) if not is_done}
+    found = [Needs.of(part, [p.cfg for p in part.points if p.name in left]) for part in study.parts]
     for part, needs in zip(study.parts, found, strict=True):
-        own = [f"  {missing}"] if (missing := missing_data(part)) else []
+        own = [f"  {missing}"] if (missing := missing_data(part.largest.cfg)) else []
         own += needs.lines
         lines += [f"  {part.cfg.target.name}:", *(f"  {line}" for line in own)] if several else own
     return "\n".join([*lines, *([_total(found)] if several else [])])
 
 
-def missing_data(part: Part) -> str:
-    """What the largest point needs beyond the store; "" where that is enough, or not captured yet."""
-    cfg, largest = part.cfg, part.largest.cfg
-    if not is_file(inside(cfg.paths.store, "manifest.json")):
+def missing_data(largest: Config) -> str:
+    """Why the store that is there is not the one that `largest` reads, the largest point of those that share it, and
+    the ways out; "" where it is, or nothing is captured yet."""
+    store = largest.paths.store
+    if changed := cost.captured_otherwise(largest):
+        why = f"the store {store} was captured with {'; '.join(changed.values())}"
+        return f"{why}. {_anew(largest, cost.data_of(largest), 'restore that, or go on with')}"
+    if not is_file(inside(store, "manifest.json")):
         return ""
-    held = cost.data_of(cfg)
+    held = cost.data_of(largest)
     needed = held.of(largest)
-    if (more := needed.sequences - held.sequences) <= 0:
+    if needed.sequences <= held.sequences:
         return ""
-    missing, shape = held.first(more), cost.shape_of(cfg)
-    disk = f", {size(cost.store_bytes(cfg, shape, missing))}" if shape else ""
+    why = f"{largest.data.scale:g}x needs {largest.data}, the store {store} holds {held.sequences}"
+    how = f"take {cost.SEQUENCES}={needed.sequences} and"
+    return f"{why}. {_anew(largest, replace(needed, exact=False, assumed='as those that are there'), how)}"
+
+
+def _anew(cfg: Config, data: cost.Data, how: str) -> str:
+    """What another store than the one that is there takes: all of it."""
+    shape = cost.shape_of(cfg)
+    disk = f", {size(cost.store_bytes(cfg, shape, data))}" if shape else ""
     return (
-        f"{largest.data.scale:g}x needs {largest.data}, the store {cfg.paths.store} holds {held.sequences}: "
-        f"{more} more sequences to capture, about {missing.tokens:,.0f} tokens{disk} "
-        f"(corpus.sequences={needed.sequences}, and another study.name or paths.store; or remove the store)"
+        f"A store does not grow: all {data.sequences:,} sequences ({data.sure}{data.tokens:,.0f} tokens{disk}) are to "
+        "be captured anew, and all points to be trained anew, since the draft vocabulary and the order of the data are "
+        f"those of the whole store (docs/study.md). The ways: {how} another study.name (or paths.store), which leaves "
+        f"what is finished as it is; or remove this store first: rm -r {cfg.paths.store}"
     )
 
 
@@ -67,12 +80,14 @@ def _length(cfg: Config) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the points of one target take, as far as it is known. `lines`: in words. All but `data` are None where the
-    target's shape is not known; times in seconds, where a speed is known."""
+    """What the points of one target take, as far as it is known; time and FLOPs are those of what is left to do.
+    `lines`: in words. All but `data` are None where the target's shape is not known; times in seconds, where a speed is
+    known."""
 
     lines: list[str]
     data: cost.Data
     store: float | None = None  # bytes of hidden states
+    beside: float | None = None  # bytes of the rest of the store, at most
     checkpoints: float | None = None  # bytes
     capture: float | None = None  # FLOPs
     training: float | None = None  # FLOPs
@@ -80,7 +95,8 @@ class Needs:
     training_s: float | None = None
 
     @classmethod
-    def of(cls, part: Part) -> Needs:
+    def of(cls, part: Part, left: list[Config]) -> Needs:
+        """`left`: the points that are not done."""
         cfg, points = part.cfg, [p.cfg for p in part.points]
         data, shape = cost.data_of(part.largest.cfg), cost.shape_of(cfg)
         sure = data.sure
@@ -88,22 +104,28 @@ class Needs:
         if data.exact or data.assumed:
             text += f", {sure}{data.supervised:,.0f} of them supervised"
         if data.assumed:
-            text += f" (assumed: {_assumption(cfg)})"
+            text += f" (assumed: {data.assumed})"
         if shape is None:
             return cls([f"{text}; disk and FLOPs are known once the target model is there (eagle3 prepare)"], data)
-        flops = sum(cost.training_flops(p, shape, data.of(p)) for p in points)
+        flops = sum(cost.training_flops(p, shape, data.of(p)) for p in left)
         speed = Speed.of(cfg, (p.dir for p in part.points))
-        tokens = cost.captured_tokens(points, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
+        tokens = cost.captured_tokens(left, data, cfg.store.later_epochs) if cfg.rolls else data.tokens
+        if is_captured := is_file(inside(cfg.paths.store, "manifest.json")) and data.exact:
+            tokens = 0.0
         capture, tflops = cost.capture_flops(shape, tokens), cfg.plan.capture_tflops
         store, checkpoints = cost.store_bytes(cfg, shape, data), cost.checkpoint_bytes(points, shape)
+        rest = cost.beside_bytes(cfg, shape, data)
+        beside, parts = sum(rest.values()), ", ".join(f"{size(n)} {what}" for what, n in rest.items())
         capture_s = capture / tflops / 1e12 if tflops else None
         lines = [
             text,
-            f"  disk: {sure}{size(store)} of hidden states, at most {size(checkpoints)} of checkpoints",
-            *(_rolling(cfg, points, shape, data) if cfg.rolls else ()),
-            f"  compute: {sure}{capture:.2g} FLOPs to capture"
+            f"  disk: {sure}{size(store)} of hidden states, at most {size(beside)} beside them in the store ({parts}), "
+            f"at most {size(checkpoints)} of checkpoints",
+            *(_rolling(cfg, left, shape, data) if cfg.rolls else ()),
+            "  compute: "
+            + ("captured already" if is_captured else f"{sure}{capture:.2g} FLOPs to capture")
             + (f" ({capture_s / 3600:,.0f} device-hours at plan.capture_tflops={tflops:g})" if capture_s else "")
-            + f", {sure}{flops:.2g} to train all points{speed.text(flops) if speed else ''}",
+            + f", {_training(flops, len(left), len(points), sure)}{speed.text(flops) if speed and left else ''}",
         ]
         if tflops:
             rate = tflops * 1e12 / cost.capture_flops(shape, 1)
@@ -113,15 +135,15 @@ class Needs:
         if speed and flops:
             lines += _traffic(part.largest.cfg, shape, data, speed)
         training_s = flops / speed.flops_per_s if speed else None
-        return cls(lines, data, store, checkpoints, capture, flops, capture_s, training_s)
+        return cls(lines, data, store, beside, checkpoints, capture, flops, capture_s, training_s)
 
 
-def _assumption(cfg: Config) -> str:
-    """Which setting the assumed tokens of a sequence are."""
-    mean = cfg.plan.tokens_per_sequence or 0.0
-    if mean > cfg.corpus.max_length:
-        return f"all of corpus.max_length={cfg.corpus.max_length} tokens, below plan.tokens_per_sequence={mean:g}"
-    return f"plan.tokens_per_sequence={mean:g}"
+def _training(flops: float, left: int, points: int, sure: str) -> str:
+    """FLOPs of the `left` ones of all points, in words."""
+    if not left:
+        return "all points are done"
+    which = "all points" if left == points else f"the {count(left, 'point')} that {'is' if left == 1 else 'are'} left"
+    return f"{sure}{flops:.2g} FLOPs to train {which}"
 
 
 def _total(found: Sequence[Needs]) -> str:
@@ -131,10 +153,11 @@ def _total(found: Sequence[Needs]) -> str:
     parts = [f"  in total: {sure}{sum(data.tokens for data in known):,.0f} tokens"]
     for name, show, words in (
         ("store", size, "of hidden states"),
+        ("beside", size, "beside them in the stores at most"),
         ("checkpoints", size, "of checkpoints at most"),
         ("capture", "{:.2g}".format, "FLOPs to capture"),
         ("capture_s", duration, "of one device for that"),
-        ("training", "{:.2g}".format, "FLOPs to train all points"),
+        ("training", "{:.2g}".format, "FLOPs to train what is left"),
         ("training_s", duration, "for that"),
     ):
         values = [getattr(needs, name) for needs in found]
@@ -159,7 +182,7 @@ def _traffic(cfg: Config, shape: cost.Shape, data: cost.Data, speed: Speed) -> l
 
 
 def _rolling(cfg: Config, points: list[Config], shape: cost.Shape, data: cost.Data) -> list[str]:
-    """What a rolling store takes, with either way to feed later epochs."""
+    """What a rolling store takes for `points`, with either way to feed later epochs."""
     copies = cost.store_bytes(cfg, shape, data, "fp8")
     at_once = cfg.launch.rolling.points_at_once
     sharing = f"up to {at_once} points share their passes" if at_once > 1 else "each point has passes of its own"

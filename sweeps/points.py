@@ -84,7 +84,7 @@ def plan(overrides: Sequence[str]) -> Study:
     parts: dict[tuple[str, ...], Part] = {}
     points, found = [], set()
     items = [("exclude", i) for i in study["exclude"]] + [("decode_points", i) for i in study["decode_points"]]
-    for chosen, cfg in _compositions([*fixed.values()], raw, axes):
+    for chosen, cfg in compositions([*fixed.values()], raw, axes):
         matched = {n for n, (_, item) in enumerate(items) if matches(cfg, chosen, item)}
         found |= matched
         if any(n < len(study["exclude"]) for n in matched):
@@ -101,7 +101,7 @@ def plan(overrides: Sequence[str]) -> Study:
     return Study([*parts.values()], points, unmatched)
 
 
-def _compositions(
+def compositions(
     fixed: list[str], raw: DictConfig, axes: Mapping[str, list[str]]
 ) -> Iterator[tuple[dict[str, str], Config]]:
     """The configuration of every combination. Hydra composes once for each choice of config groups (a quarter of a

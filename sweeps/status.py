@@ -46,7 +46,8 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobFolder:
-    """`plan`: the configuration that the study has for it now. There is none of a job that was started without one."""
+    """`plan`: the configuration that the study has for it now. There is none of a job that was started without one.
+    `planned`: whether `eagle3 study`, as it was last given, runs it."""
 
     name: str
     step: str
@@ -54,6 +55,7 @@ class JobFolder:
     plan: Path | None = None
     part: tuple[int, int] | None = None  # see `Job`
     settings: dict[str, str] = field(default_factory=dict)
+    planned: bool = True
 
 
 def jobs(study: Path) -> list[JobFolder]:
@@ -71,7 +73,8 @@ def jobs(study: Path) -> list[JobFolder]:
     planned = _planned(study / "points.json")
     started = sorted(p.parent.name for p in study.glob("*/config.yaml"))
     names = dict.fromkeys([*planned, *started])
-    return [*shared, *(JobFolder(n, "point", study / n, settings=planned.get(n, {})) for n in names)]
+    points = [JobFolder(n, "point", study / n, settings=planned.get(n, {}), planned=n in planned) for n in names]
+    return [*shared, *points]
 
 
 def _part_of(name: str) -> tuple[int, int] | None:
@@ -190,8 +193,8 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
     if not last:
         return JobStatus(job.name, "queued")
     if last["state"] == "done":
-        reason = "done, with other settings or data than now: `eagle3 study` runs it again"
-        return JobStatus(job.name, "queued", attempt, host=last["host"], reason=reason)
+        state, reason = _done_in_part(job)
+        return JobStatus(job.name, state, attempt, **progress, seconds=seconds, host=last["host"], reason=reason)
     if last["state"] == "failed":
         log = [line for line in last_words(job.folder) if not OF_A_LAUNCHER.match(line)]
         errors = [line for line in log if re.search("error", line, re.IGNORECASE)]  # ranks' last lines are mixed
@@ -199,6 +202,17 @@ def _status(study: Path, job: JobFolder) -> JobStatus:
         return JobStatus(job.name, "failed", attempt, **progress, seconds=seconds, host=last["host"], reason=reason)
     why = last.get("reason") or "its process was killed, or its machine went down"
     return JobStatus(job.name, "stopped", attempt, **progress, seconds=seconds, host=last["host"], reason=why)
+
+
+def _done_in_part(job: JobFolder) -> tuple[str, str]:
+    """State and reason of a job that ended well and is not done. One that the plan does not have (`eagle3 study tune`,
+    `eagle3 train`, a study that was changed since) is not waited for."""
+    is_trained = job.step == "point" and (job.folder / "train.json").is_file()
+    if is_trained and not (job.folder / "result.json").is_file():
+        what, then = "trained, not evaluated", "`eagle3 study` evaluates it"
+    else:
+        what, then = "done, with other settings or data than now", "`eagle3 study` runs it again"
+    return ("queued", f"{what}: {then}") if job.planned else ("done", f"{what}; it is no point of the study's plan")
 
 
 def _is_done(study: Path, job: JobFolder, last: Mapping[str, Any]) -> bool:

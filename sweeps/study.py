@@ -78,7 +78,7 @@ def run_study(
     for point in study.points:
         verify(point.cfg)
     for part in study.parts:
-        if not study.cfg.dry_run and (missing := missing_data(part)):
+        if not study.cfg.dry_run and (missing := missing_data(part.largest.cfg)):
             raise ValueError(f"study {study.cfg.study.name!r}: {missing}")
     say(describe(study))
     report = Report(study)

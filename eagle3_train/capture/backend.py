@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -24,19 +25,38 @@ if TYPE_CHECKING:
     from .vllm import VllmWriter
 
 Progress = Callable[[int], None]
+PROBE_TOKENS = 512  # of the first pass, and of the longest sequence of any
+PROBE_S, PROBE_PASSES = 5.0, 8  # at most, after the second pass
 
 
 class Backend(AbstractContextManager["Backend"], Protocol):
     """The target, loaded in one compute dtype."""
 
     def rate(self) -> float:
-        """Tokens a second of the forward pass, measured on noise."""
+        """Tokens a second of the forward pass, measured on noise (`probe`)."""
 
     def sequences(self, job: Job, rows: list[Row], progress: Progress) -> Iterator[Sequence]:
         """Sequences of `rows`, in order; of a task, of each prompt with the target's own continuation.
 
         `progress(n)` is told of tokens, generated and captured.
         """
+
+
+def probe(run: Callable[[int, int], object], longest: int, batch_tokens: int) -> float:
+    """Tokens a second of the best of a few passes, `run(sequences, tokens of each)`: the first small and cold, each
+    twice as large up to `batch_tokens`, as long as there is time. Whatever else the machine does makes a pass slower,
+    never faster, so the best is nearest to the rate of the capture."""
+    length = min(longest, batch_tokens, PROBE_TOKENS)
+    sequences, best, started = 1, 0.0, time.monotonic()
+    for number in range(PROBE_PASSES):
+        begun = time.monotonic()
+        run(sequences, length)
+        now = time.monotonic()
+        best = max(best, sequences * length / max(now - begun, 1e-9))
+        sequences = max(1, min(2 * sequences, batch_tokens // length))
+        if number and now - started + sequences * length / best > PROBE_S:
+            break
+    return best
 
 
 def open_backend(cfg: Config, folder: Path, dtype: torch.dtype, device: torch.device, jobs: list[Job]) -> Backend:

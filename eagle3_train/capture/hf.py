@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from eagle3_train.device import DTYPES
 from eagle3_train.store import Sequence
 from eagle3_train.target import load_target
 
-from .backend import Progress, stop_tokens
+from .backend import Progress, probe, stop_tokens
 from .batches import by_length, windows
 from .ends import decoder_of, input_device
 from .generate import Prompt, Sampling, generate, transcript
@@ -28,8 +27,6 @@ from .plan import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PROBE_TOKENS = 512
 
 
 class HiddenStates:
@@ -122,15 +119,14 @@ class HfBackend:
 
     @torch.inference_mode()
     def rate(self) -> float:
-        """One pass to warm up, one to time."""
         vocabulary = self.model.config.get_text_config().vocab_size
-        ids = torch.randint(0, vocabulary, (1, min(self.cfg.capture.batch_tokens, PROBE_TOKENS)))
-        for _ in range(2):
-            started = time.monotonic()
-            self.model.get_decoder()(
-                input_ids=ids.to(input_device(self.model)), use_cache=False
-            ).last_hidden_state.sum().item()
-        return ids.numel() / (time.monotonic() - started)
+        decoder, device = self.model.get_decoder(), input_device(self.model)
+
+        def run(sequences: int, length: int) -> None:
+            ids = torch.randint(0, vocabulary, (sequences, length)).to(device)
+            decoder(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
+
+        return probe(run, self.cfg.corpus.max_length, self.cfg.capture.batch_tokens)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling, progress: Progress) -> list[list[int]]:
         return [new.tolist() for new in generate(self.model, prompts, self.stops, sampling, progress)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
@@ -17,7 +16,7 @@ from eagle3_train.config import Config
 from eagle3_train.corpus import Row
 from eagle3_train.store import Sequence
 
-from .backend import Progress, stop_tokens
+from .backend import Progress, probe, stop_tokens
 from .batches import WINDOW_BATCHES
 from .ends import decoder_of, load_ends
 from .generate import Prompt, Sampling, transcript
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 OLDEST = (0, 32)
-PROBE_TOKENS = 512
 SEQUENCES_AT_ONCE = 256
 # Unless the user has set them. `nobind`: vLLM would pin its threads to cores, all workers of a machine to the same.
 ENVIRONMENT = {
@@ -182,15 +180,17 @@ class VllmBackend:
         self._receiver.__exit__()
 
     def rate(self) -> float:
-        """Two prompts: one to warm up, one to time."""
-        vocabulary = self.next_token.head.weight.shape[0]
-        ids = np.random.default_rng(0).integers(0, vocabulary, min(self.longest, self.batch_tokens, PROBE_TOKENS))
-        for number in range(2):
-            requests, started = Requests(self.llm), time.monotonic()
-            requests.add(number, ids, sampling_params(1, [], Sampling(), ""))
-            while not requests.ended:
+        vocabulary, noise = self.next_token.head.weight.shape[0], np.random.default_rng(0)
+
+        def run(sequences: int, length: int) -> None:
+            requests = Requests(self.llm)
+            for number in range(sequences):
+                ids = noise.integers(0, vocabulary, length)
+                requests.add(number, ids, sampling_params(1, [], Sampling(), ""))
+            while len(requests.ended) < sequences:
                 requests.step()
-        return len(ids) / (time.monotonic() - started)
+
+        return probe(run, self.longest, self.batch_tokens)
 
     def sequences(self, job: Job, rows: list[Row], progress: Progress) -> Iterator[Sequence]:
         """Rows are submitted in order, a window of tokens ahead of the one that is written next."""

@@ -41,6 +41,7 @@ from eagle3_train.config.schema import (
     TrackerConfig,
     TrainConfig,
     TreeConfig,
+    differences,
     digest,
     is_of_target,
 )
@@ -50,9 +51,8 @@ __all__ = [
     "HEADS", "SAMPLING", "BlockConfig", "CaptureConfig", "Config", "CorpusConfig", "CoupledConfig", "DraftConfig",
     "Eagle1Config", "Eagle3Config", "EngineConfig", "HFConfig", "LMConfig", "MedusaConfig", "OptimConfig",
     "PathsConfig", "ServeConfig", "SourceConfig", "TargetConfig", "TaskConfig", "TrackerConfig", "TrainConfig",
-    "TreeConfig", "check", "compose", "compose_raw", "conf_dir", "digest", "is_of_target", "layer_ids", "load",
-    "parse_objective", "parse_overrides", "register", "relocated", "resolve", "save",
-    "unread",
+    "TreeConfig", "check", "compose", "compose_raw", "conf_dir", "differences", "digest", "is_of_target",
+    "layer_ids", "load", "parse_objective", "parse_overrides", "register", "relocated", "resolve", "save", "unread",
 ]  # fmt: skip
 
 

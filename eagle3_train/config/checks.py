@@ -285,7 +285,8 @@ def _data(cfg: Config) -> None:
     if cfg.corpus.sequences is not None and (cfg.data.sequences or 0) > cfg.corpus.sequences:
         raise ValueError(
             f"data.scale={cfg.data.scale:g} needs {cfg.data.sequences} sequences, but corpus.sequences="
-            f"{cfg.corpus.sequences}: raise corpus.sequences (and run prepare and capture again) or lower data.scale"
+            f"{cfg.corpus.sequences}: lower data.scale, or raise corpus.sequences (a captured store does not "
+            "grow: docs/study.md, More later)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -615,6 +616,12 @@ def _drop_defaults(identity: dict[str, Any], defaults: Any, keys: tuple[str, ...
     for key in keys:
         if identity[key] == getattr(defaults, key, {}):
             del identity[key]
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of `now` whose values differ from those of `then`, which was read from JSON: key -> what to say of it."""
+    now = json.loads(json.dumps(now))
+    return {k: f"{k}={then.get(k)!r}, now {value!r}" for k, value in now.items() if then.get(k) != value}
 
 
 def is_of_target(key: str) -> bool:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eagle3_train.config import differences
 from eagle3_train.files import parse_object
 
 from .folder import Folder
@@ -36,12 +37,8 @@ def expect_origin(path: str | Path, identity: dict[str, Any]) -> None:
     """
     folder = Folder(path)
     found = read_origin(folder)
-    if not found:
-        return
-    wanted = json.loads(json.dumps(identity))
-    differences = [f"{k}={found.get(k)!r}, now {wanted.get(k)!r}" for k in wanted if found.get(k) != wanted.get(k)]
-    if differences:
+    if found and (changed := differences(found, identity)):
         raise ValueError(
-            f"store {folder.uri} was captured with {'; '.join(differences)}: restore these values, or run eagle3 "
+            f"store {folder.uri} was captured with {'; '.join(changed.values())}: restore these values, or run eagle3 "
             "prepare and eagle3 capture with the new ones into another folder (paths.store, or study.name)"
         )

@@ -115,14 +115,21 @@ def test_a_plan_is_near_what_the_study_then_takes(tmp_path: Path, tiny_target: P
     assumed = (f"plan.tokens_per_sequence={mean}", f"plan.supervised_share={share}")
     cfg = study(tmp_path, tiny_target, "corpus.sequences=100", *assumed)
     planned, shape = cost.data_of(cfg), cost.Shape.of(read_json(tiny_target / "config.json"))
+    before = cost.beside_bytes(cfg, shape, planned)
     prepare(cfg)
     capture(cfg)
     counted = cost.data_of(cfg)
-    assert (planned.exact, planned.assumed, counted.exact) == (False, True, True)
+    assert (planned.exact, planned.assumed, counted.exact) == (False, f"plan.tokens_per_sequence={mean:g}", True)
     assert planned.tokens == pytest.approx(counted.tokens, rel=0.25)
     assert planned.supervised == pytest.approx(counted.supervised, rel=0.25)
     on_disk = sum(path.stat().st_size for path in Path(cfg.paths.store).glob("shard-*"))
     assert cost.store_bytes(cfg, shape, planned) == pytest.approx(on_disk, rel=0.25)
+    counts = cost.beside_bytes(cfg, shape, counted)
+    for part, folder in (("validation", "validation"), ("transcripts", "transcripts"), ("the target's ends", "target")):
+        files = (Path(cfg.paths.store) / folder).rglob("*")
+        there = sum(p.stat().st_size for p in files if p.suffix in (".parquet", ".safetensors"))
+        assert counts[part] == pytest.approx(there, rel=0.2)  # footers and indexes weigh much in files this small
+        assert before[part] > 0.7 * there
 
 
 def test_fixed_steps_are_passes_over_the_data(cfg: Config) -> None:
@@ -139,7 +146,7 @@ def test_what_is_known_grows_from_bounds_to_counts_to_hours(tmp_path: Path) -> N
     text = describe(study)
     assert "at most 576 MiB of hidden states" in text
     assert "supervised" not in text  # not known yet
-    assert text.count("at most") == 5  # tokens, both sizes, both FLOPs
+    assert text.count("at most") == 6  # tokens, three sizes, both FLOPs
     with pytest.raises(ValueError, match="between 0 and 29, since the target has 30 layers"):
         plan([*overrides, "capture.layer_ids=[2,99]"])
     part = {"sequences": 256, "tokens": 97529, "supervised_tokens": 72876}

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from eagle3_train.files import write_json
 from tests.sweeps.conftest import Bench
 from tests.sweeps.test_study import NAMES
 
@@ -39,8 +40,18 @@ def test_hydra_submitit(bench: Bench) -> None:
 def test_a_mistake_is_one_line(bench: Bench) -> None:
     out = bench.run("-m", "data.scal=1,2", module=MODULE, code=2)
     assert out.startswith("error: there is no key 'data.scal': did you mean data.scale")
-    out = bench.run("-m", "data.scale=999", module=MODULE, code=2)
+    out = bench.run("-m", "data.scale=1,999", module=MODULE, code=2)
     assert "raise corpus.sequences" in out.splitlines()[-1]
+    assert bench.calls() == []  # the point that is possible did not run either
+
+
+def test_points_that_their_store_has_no_data_for_are_refused_before_the_first(bench: Bench) -> None:
+    captured = {"fingerprint": "rows", "rows": 256, "tokens": 1000, "supervised_tokens": 500}
+    write_json(bench.study / "store" / "manifest.json", captured)
+    words = ("-m", "data.scale=2,4", "seed=0", "corpus.sequences=null", "data.base_sequences=100")
+    out = bench.run(*words, module=MODULE, code=2)
+    assert f"4x needs 400 sequences, the store {bench.study}/store holds 256. A store does not grow" in out
+    assert bench.calls() == []
 
 
 def test_with_slurm_a_multirun_is_submitted_as_a_study_of_its_axes(bench: Bench) -> None:

@@ -188,7 +188,7 @@ def test_two_studies_at_once_share_the_work(bench: Bench) -> None:
     assert all("Report: " in out.splitlines()[-1] for out in outs)  # both ended with the whole study
 
 
-def test_a_study_larger_than_its_store_says_what_more_to_capture(bench: Bench) -> None:
+def test_a_study_larger_than_its_store_says_what_is_to_be_captured(bench: Bench) -> None:
     bench.run(*TWO)
     for more, needs in (
         (("corpus.sequences=null", "data.base_sequences=200"), "2x needs 400 sequences"),
@@ -196,10 +196,39 @@ def test_a_study_larger_than_its_store_says_what_more_to_capture(bench: Bench) -
         (("data.base_tokens=781",), "2x needs 1,562 tokens"),
     ):
         out = bench.run(*TWO, *more, code=2)
-        assert f"error: study 'quickstart': {needs}, the store {bench.study}/store holds 256: 144 more sequences" in out
-        assert "about 562 tokens, 2.5 MiB (corpus.sequences=400, and another" in out
+        assert f"error: study 'quickstart': {needs}, the store {bench.study}/store holds 256. A store does not" in out
+        assert "all 400 sequences (about 1,562 tokens, 6.9 MiB) are to be captured anew, and all points" in out
+        assert "take corpus.sequences=400 and another study.name (or paths.store)" in out
         assert f"{needs}, the store" in bench.run(*TWO, *more, "dry_run=true")
     assert len(bench.calls("prepare")) == 1
+
+
+def test_a_finished_study_with_more_sequences_is_planned_as_what_it_is(bench: Bench) -> None:
+    """Another study: its points are new, and all of its store is captured."""
+    bench.run(*TWO)
+    cfg = config.load(bench.study / NAMES[0] / "config.yaml")
+    write_json(bench.study / "store" / "origin.json", cfg.data_identity)
+    assert "captured already, all points are done" in bench.run(*TWO, "dry_run=true")
+    more = (*TWO, "corpus.sequences=512")
+    for words, code in (("dry_run=true",), 0), ((), 2):
+        out = bench.run(*more, *words, code=code)
+        assert f"the store {bench.study}/store was captured with corpus.sequences=96, now 512. A store does not" in out
+        assert "all 512 sequences (about 2,000 tokens, 8.8 MiB) are to be captured anew, and all points" in out
+        assert "restore that, or go on with another study.name (or paths.store)" in out
+    out = bench.run(*more, "dry_run=true")
+    assert "2 points, 0 done" in out
+    assert "512 sequences, about 2,000 tokens, about 1,000 of them supervised (assumed: as long as the 256 that" in out
+    assert len(bench.calls("prepare")) == 1
+    assert "2 points, 2 done" in bench.run(*TWO)  # what is finished stays so
+
+
+def test_a_study_that_grows_is_planned_by_what_is_left(bench: Bench) -> None:
+    bench.run(*TWO)
+    left = bench.run("study", "data.scale=1,2", "seed=1", "dry_run=true")
+    both = bench.run("study", "data.scale=1,2", "seed=0,1", "dry_run=true")
+    assert "4 points, 2 done" in both
+    (work,) = re.findall(r"captured already, (\S+ FLOPs to train) all points, (\S+) at", left)
+    assert re.findall(r"captured already, (\S+ FLOPs to train) the 2 points that are left, (\S+) at", both) == [work]
 
 
 def test_a_watched_study_is_looked_at_until_nothing_is_left_to_do(bench: Bench) -> None:
@@ -216,7 +245,7 @@ def test_a_dry_run_does_nothing(bench: Bench) -> None:
     assert all(name in out for name in ("eagle3-x1-s0-", "eagle3-x2-s0-"))
     assert "256 sequences, about 93,184 tokens, about 72,684 of them supervised" in out
     assert "disk: about 410 MiB" in out  # of 4 x 576 bf16 a token
-    assert re.search(r"about \S+ FLOPs to capture, about \S+ to train all points, \S+ at launch.tflops=0.1", out)
+    assert re.search(r"about \S+ FLOPs to capture, about \S+ FLOPs to train all points, \S+ at launch.tflops=0.1", out)
     assert list(bench.folder.iterdir()) == []
 
 

@@ -89,7 +89,7 @@ def test_the_plan_tells_what_each_target_takes_and_all_together(tmp_path: Path) 
     assert "disk: 857 MiB of hidden states" in text[large:]
     total = text.splitlines()[-1]
     assert total.startswith("  in total: 195,058 tokens, 1.26 GiB of hidden states, ")
-    flops = [float(value) for value in re.findall(r"([\d.e+]+) to train all points", text)]
+    flops = [float(value) for value in re.findall(r"([\d.e+]+) FLOPs to train all points", text)]
     assert float(re.findall(r"([\d.e+]+) FLOPs to train", total)[0]) == pytest.approx(sum(flops), rel=0.05)
     assert total.endswith(" for that")  # hours
     # Of one whose size is not known, only the tokens.
@@ -136,7 +136,7 @@ def test_missing_data_are_told_by_target(bench: Bench) -> None:
     bench.run("study", TARGETS)
     (bench.study / "targets" / "large" / "store" / "manifest.json").unlink()
     out = bench.run("study", TARGETS, "data.base_sequences=200", "corpus.sequences=400", code=2)
-    assert f"2x needs 400 sequences, the store {bench.study}/targets/small/store holds 256" in out
+    assert f"2x needs 400 sequences, the store {bench.study}/targets/small/store holds 256." in out
 
 
 def test_a_multirun_over_targets_is_the_study(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from sweeps import status
 from tests.sweeps.conftest import Bench
 
 GRID = ("study", "tune", "data.scale=1,2,4", "seed=3,4", "optim.lr=1e-4,1e-3,1e-2,1e-1")
@@ -21,12 +22,16 @@ def test_the_learning_rate_is_tuned_where_training_is_cheap(bench: Bench) -> Non
     assert sum("-x2-s3-" in name for name in trained) == 3
     assert len(trained) == 7  # one seed, two scales
     assert not list(bench.study.glob("*/result.json"))  # no evaluation task was touched
+    # They are no points of a study's plan yet, so nothing is left to do for them (`status --watch` would wait for it).
+    found = {job.name: (job.state, job.reason) for job in status.collect(bench.study)}
+    assert found[trained[0].split()[1]] == ("done", "trained, not evaluated; it is no point of the study's plan")
     bench.run(*GRID, FAKE_LR=json.dumps({"1": 1e-3, "2": 1e-3}))
     assert len(bench.calls("train")) == 7
     # They are points of the study itself.
     bench.run("study", "data.scale=1", "seed=3", "optim.lr=1e-3")
     assert len(bench.calls("trained")) == 8
     assert bench.calls("trained")[-1] in trained
+    assert all("`eagle3 study`" not in (job.reason or "") for job in status.collect(bench.study))
 
 
 @pytest.mark.parametrize(
