@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.fitting import FAILED, Estimate, FitResult
-from analysis.forms import CONSTANT, Array
+from analysis.forms import BROKEN_POWER, CONSTANT, Array
 from analysis.solver import solve
 
 SELECTION_REPLICATES = 300
@@ -45,10 +45,17 @@ def select(results: list[FitResult], gain: Estimate | None = None) -> Selection 
     """The form with the smallest absolute error at the held-out largest scale.
 
     That error is itself noisy: forms within `TIE` bootstrap standard errors of the smallest are tied, and `_of_tied`
-    draws one. `gain` for a doubling: where its interval says that data matter, no constant is considered. None with two
-    scales or fewer.
+    draws one. `gain` for a doubling: where its interval says that data matter, no constant is considered. Nor is a broken
+    power law that is not identified. None with two scales or fewer.
     """
-    candidates = {r.name: r for r in results if r.held_out is not None and r.status != FAILED and r.data.scales > 2}
+    candidates = {
+        r.name: r
+        for r in results
+        if r.held_out is not None
+        and r.status != FAILED
+        and r.data.scales > 2
+        and (r.ok or r.form is not BROKEN_POWER)  # a bend that the data do not place says nothing beyond them
+    }
     data_matter = gain is not None and gain.lo is not None and gain.hi is not None and not gain.lo <= 0 <= gain.hi
     if len(candidates) > 1 and data_matter:
         candidates.pop(CONSTANT.name, None)
