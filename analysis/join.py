@@ -101,5 +101,5 @@ def _note(runs: pd.DataFrame, names: list[str]) -> str:
         return f"{both} are joined into one study; they share a store"
     return (
         f"{both} are joined into one study although their stores differ ({'; '.join(stores)}): a store has its own "
-        "draft vocabulary, so that a step from the scales of one to those of the other may be the store's, not the data's"
+        "draft vocabulary, so a step from the scales of one to those of the other may be the store's, not the data's"
     )
