@@ -8,6 +8,7 @@ from analysis.design import Power, power
 from analysis.findings import summary_text
 from analysis.fitting import FitResult, fit
 from analysis.inverse import data_for_tau
+from analysis.join import join_studies
 from analysis.pipeline import analyse
 from analysis.reporting import report, write_report
 from analysis.study import Analysis
@@ -21,6 +22,7 @@ __all__ = [
     "analyse",
     "data_for_tau",
     "fit",
+    "join_studies",
     "load_runs",
     "power",
     "report",

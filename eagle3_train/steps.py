@@ -607,7 +607,7 @@ STEPS: dict[str, Step] = {
     "report": Step(
         report,
         "curves, fits and the report of a study from the results that are there",
-        "<study>/*/result.json and records.jsonl",
+        "<study>/*/result.json and records.jsonl; several studies: python -m analysis A B --out DIR [--join]",
         "<study>/report/: report.html, results.csv, fits.json, summary.md, figures/",
         ("study.name", "paths.study"),
         ("eagle3 report study=quickstart",),

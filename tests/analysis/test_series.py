@@ -1,4 +1,4 @@
-"""Which runs form a series: what differs besides data and seed is told, and takes no more apart than it must."""
+"""Which runs form a series: what differs in them besides data and seed is told, and takes apart no more."""
 
 from __future__ import annotations
 
