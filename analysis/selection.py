@@ -45,8 +45,8 @@ def select(results: list[FitResult], gain: Estimate | None = None) -> Selection 
     """The form with the smallest absolute error at the held-out largest scale.
 
     That error is itself noisy: forms within `TIE` bootstrap standard errors of the smallest are tied, and `_of_tied`
-    draws one. `gain` for a doubling: where its interval says that data matter, no constant is considered. Nor is a broken
-    power law that is not identified. None with two scales or fewer.
+    draws one. `gain` for a doubling: where its interval says that data matter, no constant is considered, and never a
+    broken power law that is not identified. None with two scales or fewer.
     """
     candidates = {
         r.name: r
