@@ -27,9 +27,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 GEMMs are the faster ones. CPUs without AVX512-BF16 or AMX emulate them: 8x slower than fp32."""
+    """Whether bf16 GEMMs are the faster ones. CPUs without AVX512-BF16 or AMX emulate them: 8x slower than fp32; GPUs
+    before Ampere too."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine() in ("aarch64", "arm64"):
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

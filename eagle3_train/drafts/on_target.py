@@ -15,7 +15,7 @@ from eagle3_train.config import DraftConfig
 from eagle3_train.device import arg_max, block_rows
 from eagle3_train.drafts.base import Draft, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
-from eagle3_train.drafts.layer import Dims
+from eagle3_train.drafts.layer import Dims, rms_norm
 from eagle3_train.drafts.vocab import DraftVocab
 
 Step = tuple[int, StepRows, Tensor, Tensor]
@@ -60,7 +60,7 @@ class TargetHead(Draft):
 
     def normed_final(self, final: Tensor) -> Tensor:
         """The target's final norm over its last pre-norm states, any shape [..., H]: what its own head reads."""
-        return F.rms_norm(final, (self.hidden_size,), self.target_norm.to(final.dtype), self.dims.eps)
+        return rms_norm(final, self.target_norm, self.dims.eps)
 
     @torch.no_grad()
     def target_probabilities(self, batch: DraftBatch) -> Tensor:
