@@ -7,8 +7,10 @@ import platform
 import re
 import resource
 import sys
+from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -64,17 +66,15 @@ def thin_products(linear: nn.Module | None) -> None:
     """
     if type(linear) is not nn.Linear or linear.bias is not None:
         return
-    weight, plain = linear.weight, linear.forward
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return
+    if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32:
+        linear.forward = MethodType(_thin_forward, linear)  # type: ignore[method-assign]  # a copy's is the copy's
 
-    def forward(x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if not 1 < rows <= FEW_ROWS:
-            return plain(x)
-        return (linear.weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])
 
-    linear.forward = forward  # type: ignore[method-assign]
+def _thin_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if not 1 < rows <= FEW_ROWS or not linear.weight.is_cpu:  # it may have moved since
+        return F.linear(x, linear.weight)
+    return (linear.weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])
 
 
 def arg_max(x: Tensor) -> Tensor:

@@ -64,6 +64,9 @@ class Pretended(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy()
 
+    def new_tensor(self, data: Any, **more: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, **{"dtype": self.dtype, "device": CUDA} | more)
+
     def pin_memory(self, device: Any = None) -> Tensor:
         raise RuntimeError("cannot pin a CUDA tensor: only dense CPU tensors can be pinned")
 
@@ -242,6 +245,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     """scaled_dot_product_attention chooses by device in C++, where this one is unknown: the plain kernel."""
     if not isinstance(q, Pretended):
         return _sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
     return aten._scaled_dot_product_attention_math(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -261,6 +266,8 @@ def pretended_device() -> Iterator[Device]:
             "get_device_capability": lambda *_: (9, 0), "device_count": lambda: 1, "current_device": lambda: 0,
         }.items():  # fmt: skip
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name in ("__enter__", "__exit__"):  # in which composed operations would come whole; it is no_grad here
+            stack.enter_context(mock.patch.object(torch.inference_mode, name, lambda *_: None))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor: made on the host, then copied by an operation
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)

@@ -21,11 +21,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from eagle3_train.drafts import fused
+from eagle3_train.drafts.batch import to_device
 
 Segments = list[tuple[int, int, int]]
 
@@ -33,10 +35,10 @@ Segments = list[tuple[int, int, int]]
 def attend(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments, kind: str) -> Tensor:
     """Attention by `kind`: auto | merge | flex | reference. See the module's docstring for shapes.
 
-    auto: flex on GPUs, merge on CPUs. ValueError where `kind` cannot run on the device of `q`.
+    auto: merge where there is a kernel for it, flex elsewhere. ValueError where `kind` cannot run on the device of `q`.
     """
     if kind == "auto":
-        kind = "flex" if q.is_cuda else "merge"
+        kind = "merge" if fused.has_kernel(q) else "flex"
     if kind == "merge":
         fused.check(q)
         return _Merge.apply(q, k0, v0, ck, cv, segments)
@@ -48,10 +50,10 @@ def attend(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: 
 def visible(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each row, its document's start and its anchor, both [R] int64: it sees the step-0 keys from the one to the
     other."""
-    none = [torch.zeros(0, dtype=torch.long)]
-    anchors = torch.cat([torch.arange(first, first + n) for _, first, n in segments] or none)
-    starts = torch.cat([torch.full((n,), start) for start, _, n in segments] or none)
-    return starts.to(device), anchors.to(device)
+    none = [np.zeros(0)]
+    anchors = np.concatenate([np.arange(first, first + n) for _, first, n in segments] or none)
+    starts = np.concatenate([np.full(n, start) for start, _, n in segments] or none)
+    return to_device(starts, device), to_device(anchors, device)
 
 
 def attend_reference(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
