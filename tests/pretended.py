@@ -55,7 +55,7 @@ class Pretended(Tensor):
         return f"Pretended({self.held})"
 
     def tolist(self) -> Any:
-        _running().waits("tolist")
+        running().waits("tolist")
         return self.held.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -165,7 +165,8 @@ def _place() -> str:
 _devices: list[Device] = []
 
 
-def _running() -> Device:
+def running() -> Device:
+    """The one that lasts."""
     return _devices[-1]
 
 
@@ -252,12 +253,23 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     )[0]
 
 
+GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+
+
+def is_possible() -> bool:
+    """A build of torch without GPUs, for Linux."""
+    return sys.platform == "linux" and not torch.version.cuda and not torch.version.hip and hasattr(_library(), GUARDS)
+
+
 @contextmanager
 def pretended_device() -> Iterator[Device]:
     """The device is there for as long as this lasts, in a build of torch that has none; no gradients are recorded."""
-    assert torch.version.cuda is None and not torch.cuda.is_available()
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 32).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    assert is_possible()
+    guards = (ctypes.c_void_p * 32).in_dll(_library(), GUARDS)
     cuda, meta = 1, 14  # c10::DeviceType
     with ExitStack() as stack:
         for name, value in {
