@@ -25,7 +25,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu, or install a CUDA build of torch")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(
+            f"LOCAL_RANK={local}, and this process sees {count} GPUs: start as many processes on a machine as it has "
+            "GPUs (launch.nproc_per_node, torchrun --nproc-per-node), and let each see all of them"
+        )
+    return torch.device("cuda", local)
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -98,7 +104,10 @@ def peak_rss_mb() -> float:
 
 
 # Dense bf16 peaks from the vendors' data sheets, TFLOP/s.
-PEAK_BF16_TFLOPS = {"A100": 312, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "L40S": 362, "L4": 121}
+PEAK_BF16_TFLOPS = {
+    "A100": 312, "A800": 312, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H200": 989, "GH200": 989,
+    "B200": 2250, "L40S": 362, "L4": 121,
+}  # fmt: skip
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

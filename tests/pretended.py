@@ -1,8 +1,8 @@
 """A CUDA device that is not there: tensors that say they lie on it, over CPU tensors that hold the numbers.
 
-What the code does on a GPU, it does on them: its own branches (`is_cuda`), torch's autocast for CUDA, and the refusal of
-tensors of two devices in one operation. The numbers are real, so data-dependent code runs, and results can be compared
-with the CPU's. Every operation for which the host would wait for the device is counted.
+What the code does on a GPU, it does on them: its own branches (`is_cuda`), torch's autocast for CUDA, and the refusal
+of tensors of two devices in one operation. The numbers are real, so data-dependent code runs, and results can be
+compared with the CPU's. Every operation for which the host would wait for the device is counted.
 
 What it cannot show: the kernels themselves (which dtypes and sizes they take, their rounding), streams, memory,
 collectives, torch.compile, and autograd's own engine, which a CPU build of torch does not run for CUDA tensors.
@@ -86,6 +86,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.waited: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self._pinned: set[int] = set()
 
     def waits(self, what: str) -> None:
         self.waited[f"{what} {_place()}"] += 1
@@ -101,10 +102,12 @@ class Device(TorchDispatchMode):
         self._note(func, args, kwargs, to)
         if asked is not None:
             kwargs["device"] = CPU
-        if kwargs.pop("pin_memory", None) and to != CPU:
-            raise RuntimeError("Only dense CPU tensors can be pinned")
+        is_pinned = kwargs.pop("pin_memory", None)
         run = KERNELS.get(func, func)
         out = run(*tree_map(_real, args), **tree_map(_real, kwargs))
+        if is_pinned:
+            assert to == CPU, "Only dense CPU tensors can be pinned"
+            self._pinned.add(out.untyped_storage().data_ptr())
         if to.type != "cuda":
             return out
         known = {id(x.held): x for x in on_device}
@@ -126,7 +129,8 @@ class Device(TorchDispatchMode):
             if source.device == target:
                 return
             quick = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            way = "copy to host" if target == CPU else "copy to device"
+            is_pinned = target != CPU and source.untyped_storage().data_ptr() in self._pinned
+            way = "copy to host" if target == CPU else "copy of pinned memory" if is_pinned else "copy to device"
             if quick:
                 self.copied[f"{way} {_place()}"] += 1
             else:
@@ -178,11 +182,11 @@ def _check_flash(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: 
         assert x.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type"
         assert x.dtype == q.dtype
         assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
-    assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "head_size"
+    assert q.shape[-1] in range(8, 257, 8), "head_size"
     assert q.shape[1] % k.shape[1] == 0
     for offsets, x, longest in ((q_offsets, q, max_q), (k_offsets, k, max_k)):
-        assert offsets.dtype == torch.int32 and offsets.is_contiguous()
-        assert int(offsets[-1]) == len(x) and int(offsets.diff().max()) == longest
+        assert (offsets.dtype, offsets.is_contiguous()) == (torch.int32, True)
+        assert (int(offsets[-1]), int(offsets.diff().max())) == (len(x), longest)
 
 
 def _pieces(q_offsets: Tensor, k_offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -197,7 +201,7 @@ def _flash_forward(
     is_causal: bool, return_debug_mask: bool, *, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check_flash(q, k, v, q_offsets, k_offsets, max_q, max_k)
-    assert dropout_p == 0.0 and is_causal is True and return_debug_mask is False
+    assert (dropout_p, is_causal, return_debug_mask) == (0.0, True, False)
     group = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
     for rows, keys, seen in _pieces(q_offsets, k_offsets):
@@ -218,9 +222,10 @@ def _flash_backward(
     max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check_flash(q, k, v, q_offsets, k_offsets, max_q, max_k)
-    assert dropout_p == 0.0 and is_causal is True
-    assert grad.dtype == out.dtype == q.dtype and grad.stride(-1) == out.stride(-1) == 1
-    assert lse.shape == (q.shape[1], len(q)) and lse.dtype == torch.float32 and lse.is_contiguous()
+    assert (dropout_p, is_causal) == (0.0, True)
+    assert grad.dtype == out.dtype == q.dtype
+    assert grad.stride(-1) == out.stride(-1) == 1
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((q.shape[1], len(q)), torch.float32, True)
     assert (rng_state.dtype, rng_state.shape, unused.shape) == (torch.uint64, (2,), ())
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
@@ -237,7 +242,10 @@ def _flash_backward(
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-KERNELS = {aten._flash_attention_forward.default: _flash_forward, aten._flash_attention_backward.default: _flash_backward}
+KERNELS = {
+    aten._flash_attention_forward.default: _flash_forward,
+    aten._flash_attention_backward.default: _flash_backward,
+}
 _sdpa = F.scaled_dot_product_attention
 
 
@@ -279,7 +287,7 @@ def pretended_device() -> Iterator[Device]:
         }.items():  # fmt: skip
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name in ("__enter__", "__exit__"):  # in which composed operations would come whole; it is no_grad here
-            stack.enter_context(mock.patch.object(torch.inference_mode, name, lambda *_: None))
+            stack.enter_context(mock.patch.object(torch.inference_mode, name, return_value=None))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor: made on the host, then copied by an operation
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)

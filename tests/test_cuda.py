@@ -1,5 +1,5 @@
-"""The code's ways on a GPU, on a device that is pretended over the CPU's numbers (tests/pretended.py says what that shows
-and what it cannot)."""
+"""The code's ways on a GPU, on a device that is pretended over the numbers of the CPU: tests/pretended.py says what that
+shows and what it cannot."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from eagle3_train.decode.runner import TargetRunner
 from eagle3_train.decode.sampling import Sampling
 from eagle3_train.decode.schedule import Request
 from eagle3_train.decode.tree import DrawnTree, Tree
+from eagle3_train.device import peak_tflops, resolve_device
 from eagle3_train.drafts import HEADS, DraftBatch, DraftVocab, build, supervised_counts
 from eagle3_train.drafts.attention import _Merge, attend
 from eagle3_train.evaluate.replay import accepted_runs, replay_tree
@@ -40,7 +41,7 @@ from tests.heads import LAYER_IDS, VOCAB, prompts, tiny_target
 from tests.pretended import CPU, CUDA, Pretended, is_possible, pretended_device, running
 from tests.train.tiny_store import make_study, tiny_config
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason="this build of torch knows real GPUs: benchmarks/gpu_check.sh")
+pytestmark = pytest.mark.skipif(not is_possible(), reason="this build of torch knows GPUs: benchmarks/gpu_check.sh")
 
 TARGET = TinyTarget(head_dim=8)  # which FlashAttention takes
 TRAINED = ("block", "eagle1", "eagle3", "lm", "medusa", "mtp")
@@ -244,6 +245,33 @@ def test_hidden_states_are_the_cpus() -> None:
         torch.testing.assert_close(a.hidden, b.hidden, rtol=1e-4, atol=1e-4)
         assert (a.target_argmax == b.target_argmax).all()
         np.testing.assert_allclose(a.target_logsumexp, b.target_logsumexp, rtol=1e-4)
+
+
+def test_hidden_states_are_copied_from_where_they_were_read_to(study: Path) -> None:
+    cfg = tiny_config(study)
+    store = open_store(cfg)
+    with pretended_device() as device:
+        store.pinned = True
+        batch = DraftBatch.collate(store.read_batch([0, 1, 2]), CUDA, torch.float32)
+        assert batch.hidden.is_cuda
+        assert not device.waited
+        pinned = {what.split(":")[0]: n for what, n in device.copied.items() if "pinned" in what}
+    assert pinned == {"copy of pinned memory drafts/batch.py": 3}
+
+
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_device():  # which is one
+        assert resolve_device("auto") == CUDA
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(ValueError, match="LOCAL_RANK=1, and this process sees 1 GPUs"):
+            resolve_device("auto")
+
+
+def test_the_rate_of_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA L4": 121, "NVIDIA L40S": 362, "GTX": None}
+    for name, rate in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_tflops(CUDA, torch.bfloat16) == rate
 
 
 def test_tensors_of_two_devices_are_refused_as_on_a_gpu() -> None:
