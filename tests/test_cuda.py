@@ -1,4 +1,4 @@
-"""The code's ways on a GPU, on a device that is pretended over the numbers of the CPU: tests/pretended.py says what that
+"""What the code does on a GPU, on a device that is pretended over the CPU's numbers; tests/pretended.py says what that
 shows and what it cannot."""
 
 from __future__ import annotations
