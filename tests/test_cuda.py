@@ -239,8 +239,9 @@ def test_hidden_states_are_the_cpus() -> None:
             return states(rows)
 
     wanted = run(CPU)
-    with pretended_device():
+    with pretended_device() as device:
         found = run(CUDA)
+    assert [n for what, n in device.waited.items() if what.startswith("copy to host capture/hf.py")] == [1]
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.hidden, b.hidden, rtol=1e-4, atol=1e-4)
         assert (a.target_argmax == b.target_argmax).all()

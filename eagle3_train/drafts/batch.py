@@ -74,8 +74,8 @@ class DraftBatch:
         """All tokens as rows of step 0, in the order of the batch."""
         anchors = np.arange(self.n_tokens)
         positions = anchors - np.repeat(self.starts[:-1], np.diff(self.starts))
-        segments = [(a, a, b - a) for a, b in pairwise(self.starts)]
-        return StepRows(*(to_device(x, self.input_ids.device) for x in (anchors, positions)), None, segments)
+        device, segments = self.input_ids.device, [(a, a, b - a) for a, b in pairwise(self.starts)]
+        return StepRows(to_device(anchors, device), to_device(positions, device), None, segments)
 
     @classmethod
     def collate(

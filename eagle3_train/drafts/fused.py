@@ -151,8 +151,8 @@ def _spans(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, Te
     lengths = [first + n - start for start, first, n in segments]
     keys = np.concatenate([np.arange(start, first + n) for start, first, n in segments])
     offsets = (np.cumsum([0, *x], dtype=np.int32) for x in (rows, lengths))
-    on_device = (torch.from_numpy(x).to(device, non_blocking=True) for x in (keys, *offsets))
-    return *on_device, max(rows), max(lengths)
+    read, q_offsets, k_offsets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (keys, *offsets))
+    return read, q_offsets, k_offsets, max(rows), max(lengths)
 
 
 def _forward_cuda(
