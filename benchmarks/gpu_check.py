@@ -116,6 +116,14 @@ def check_head(attention: str, compiled: bool, recompute: bool) -> None:
     report("head", errors, 5e-2, attention=attention, compiled=compiled, recompute=recompute)
 
 
+def check_predict() -> None:
+    """Teacher-forced drafts in fp32, as replay makes them; ties may fall either way."""
+    head, sequences = make_head(CPU)
+    wanted = head.predict(DraftBatch.collate(sequences, CPU, torch.float32))
+    found = head.to(CUDA).predict(DraftBatch.collate(sequences, CUDA, torch.float32))
+    report("predict", {"share that differs": float((found.cpu() != wanted).double().mean())}, 1e-2)
+
+
 def check_waits() -> None:
     """Forward and backward of a micro-batch queue all their work without waiting for the device."""
     head, sequences = make_head(CUDA)
@@ -152,6 +160,7 @@ def eager() -> None:
                 guarded(check_attention, "merge", dtype, heads, chain)
     for recompute in (False, True):
         guarded(check_head, "merge", False, recompute)
+    guarded(check_predict)
     guarded(check_waits)
     guarded(check_state)
 

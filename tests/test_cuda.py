@@ -180,7 +180,7 @@ def test_an_optimizer_step_waits_for_its_results_alone(study: Path, objective: s
 
 @pytest.mark.parametrize("kind", sorted(HEADS))
 def test_teacher_forced_drafts_and_replayed_trees_are_the_cpus(kind: str) -> None:
-    head = tiny_draft(kind, dtype=torch.float32, target=TARGET, attention="reference").eval().requires_grad_(False)
+    head = tiny_draft(kind, dtype=torch.float32, target=TARGET).eval().requires_grad_(False)
     sequence = tiny_sequence(21, [(6, 21)], 4)
     transcript = Transcript(Sequence("a", "t", **vars(sequence)), 6)
 
