@@ -78,7 +78,7 @@ def attend_reference(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, 
 
 
 def attend_pieces(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
-    """`attend_reference` of so many rows at a time that they have `SCORES` scores at most, over their own keys alone."""
+    """`attend_reference` of as many rows at a time as have at most `SCORES` scores, over their own keys alone."""
     out, row = torch.empty_like(q), 0
     for start, first, n in segments:
         size = max(1, SCORES // (q.shape[1] * (first + n - start)))
