@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from analysis.findings import summary_text
+from analysis.join import join_studies
 from analysis.pipeline import analyse
 from analysis.quantities import AXES
 from analysis.reporting import default_folder, write_report
@@ -21,15 +23,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the report (default: RUNS/report for one study folder)")
     parser.add_argument("--axis", choices=list(AXES), help="data axis (default: the first that every run has)")
     parser.add_argument(
+        "--join", action="store_true", help="several studies as one: a curve may go through all of their stores"
+    )
+    parser.add_argument(
         "--replicates", type=int, default=REPLICATES, help="bootstrap replicates (default: %(default)s)"
     )
+    parser.add_argument("--tau", type=float, nargs="+", default=[], help="how much data these values of tau need")
     options = parser.parse_args(arguments)
     try:
         if missing := [path for path in options.runs if not path.exists()]:
             raise ValueError(f"{missing[0]}: there is no such file or folder")
         folder = options.out or default_folder(options.runs)
         folder.mkdir(parents=True, exist_ok=True)  # before the work: where it cannot be written, say so now
-        analysis = analyse(load_runs(options.runs), axis=options.axis, replicates=options.replicates)
+        table = load_runs(options.runs)
+        table = join_studies(table) if options.join else table
+        analysis = analyse(table, axis=options.axis, replicates=options.replicates)
+        analysis = replace(analysis, wanted=tuple(options.tau))
         path = write_report(analysis, folder)
     except (ValueError, OSError) as e:
         print(f"python -m analysis: {e}", file=sys.stderr)

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from analysis.bootstrap import WITHIN
+from analysis.series import repeats, varied_with_data
 from analysis.study import Series
 from analysis.table import Table
 
 
 def cautions(table: Table, series: Iterable[Series]) -> list[str]:
-    out = []
+    series = list(series)
+    out = [line for s in series for line in _joined(table, s)]
     for s in series:
         count = len(s.scales)
         if count < 3:
@@ -48,4 +50,22 @@ def cautions(table: Table, series: Iterable[Series]) -> list[str]:
         runs = table.finished.groupby("target", dropna=False) if "target" in table.finished else table.finished
         if column in table.finished and np.any(runs[column].nunique() > 1):
             out.append(f"the runs were {what} ({column} differs): {but}")
+    return out
+
+
+def _joined(table: Table, series: Series) -> list[str]:
+    """What runs of one series do not have in common, and what they have in common too much."""
+    runs = table.runs.loc[series.runs]
+    out = []
+    for key, values in varied_with_data(runs).items():
+        told = "; ".join(f"{value} at {', '.join(f'{x:g}x' for x in scales)}" for value, scales in values.items())
+        out.append(
+            f"{series.label}: {key} is not the same at all data scales ({told}): what the curve shows is the "
+            "effect of the data and of this setting together"
+        )
+    for same in repeats(runs):
+        out.append(
+            f"{series.label}: {' and '.join(same['point'].astype(str))} have the same data, seed and settings: they "
+            "count as repeats of one point"
+        )
     return out

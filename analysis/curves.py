@@ -10,7 +10,7 @@ import pandas as pd
 from analysis.figures import Look, Picture, data_axis, largest_series, new_figure
 from analysis.fitting import FitResult
 from analysis.forms import BROKEN_POWER, CONSTANT, Array
-from analysis.study import EXTRAPOLATE, Analysis, PositionModel, QuantityFit, Series
+from analysis.study import Analysis, PositionModel, QuantityFit, Series
 from analysis.style import INK, MUTED, NARROW, SERIES, WIDE
 from analysis.table import FAILED
 from analysis.tables import INTERVAL, bracketed, extrapolation_table, point_means
@@ -29,7 +29,7 @@ def acceptance(analysis: Analysis) -> Picture | None:
     if not shown:
         return None
     reference = largest_series(analysis, shown)
-    beyond = max(EXTRAPOLATE)
+    beyond = max(s.beyond[-1] for s in shown)
 
     def draw(size: str) -> Figure:
         fig, axes = new_figure(size, 4.7 if size == WIDE else 4.4, 2, 1, height_ratios=[4, 1.1], sharex=True)
@@ -50,8 +50,9 @@ def acceptance(analysis: Analysis) -> Picture | None:
         name="tau",
         title="Acceptance against training data",
         caption=(
-            f"{many} the chosen form with its 95 % band ({analysis.method}); dashed and lighter beyond the data. "
-            "Below, residuals of the runs in their standard errors; a ring marks an outlier, which stays in."
+            f"{many} the chosen form, the band the 95 % band of all forms tied with it ({analysis.method}); dashed "
+            "and lighter beyond the data. Below, residuals of the runs in their standard errors; a ring marks an "
+            "outlier, which stays in."
         ),
         alt=" ".join(_alt(s, s.fits["tau"]) for s in shown),
         data=pd.concat([_numbers(analysis, s, s.fits["tau"]) for s in shown], ignore_index=True),
@@ -144,10 +145,9 @@ def extrapolation(analysis: Analysis) -> Picture | None:
     """What each form of tau says beyond the data: a row a form, a panel a multiple, for the series that gains most."""
     able = [s for s in analysis.series if "tau" in s.fits and s.fits["tau"].selection is not None]
     s = max(able, key=_gain, default=None)
-    multiples = [] if s is None else [m for m in EXTRAPOLATE if m > max(s.scales)]
-    if s is None or not multiples:
+    if s is None:
         return None
-    fitted = s.fits["tau"]
+    fitted, multiples = s.fits["tau"], s.beyond
     tied = fitted.selection.tied if fitted.selection else []
     unfit = (CONSTANT.name, BROKEN_POWER.name)
     models: list[tuple[str, FitResult | PositionModel, bool]] = [
@@ -176,7 +176,7 @@ def extrapolation(analysis: Analysis) -> Picture | None:
             ax.set_xlabel("tau")
         return fig
 
-    table = extrapolation_table(s, multiples)
+    table = extrapolation_table(s)
     return Picture(
         name="extrapolation",
         title="Beyond the data: how far the forms agree",
@@ -223,13 +223,13 @@ def _draw_quantity(
         return
     ax.plot([], [], ls=look.dash, **handle)
     inside = np.geomspace(x.min(), x.max(), CURVE_POINTS)
-    _draw_curve(ax, best, inside, look, look.dash, 1.8, 0.2)
+    _draw_curve(ax, fitted, inside, look, look.dash, 1.8, 0.2)
     if beyond > x.max() * 1.01:
-        _draw_curve(ax, best, np.geomspace(x.max(), beyond, CURVE_POINTS), look, BEYOND, 1.1, 0.1)
+        _draw_curve(ax, fitted, np.geomspace(x.max(), beyond, CURVE_POINTS), look, BEYOND, 1.1, 0.1)
     ax.plot(x[best.outliers], y[best.outliers], "o", ms=13, mfc="none", mec=INK, mew=1.0)
 
 
-def _draw_curve(ax: Axes, fit: FitResult, x: Array, look: Look, dash: object, width: float, alpha: float) -> None:
+def _draw_curve(ax: Axes, fit: QuantityFit, x: Array, look: Look, dash: object, width: float, alpha: float) -> None:
     p = fit.predict(x)
     ax.plot(x, p.value, color=look.colour, ls=dash, lw=width)  # type: ignore[arg-type]
     if p.lo is not None and p.hi is not None:

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.fitting import Estimate, FitResult
-from analysis.study import EXTRAPOLATE, Analysis, QuantityFit, Series, SlopeComparison
-from analysis.tables import interval, point_means, probability, results_table, text_table
+from analysis.selection import TIE
+from analysis.study import Analysis, QuantityFit, Series, SlopeComparison
+from analysis.tables import interval, needed_table, point_means, probability, results_table, text_table
 
 FEW = 2  # series that are told one by one; of more, the best and the worst
 
 
 def headline(analysis: Analysis) -> str:
     """The answer: a sentence a series, or of many series who gains most and least."""
-    answered = [(s, s.fits["tau"].gain) for s in analysis.series if "tau" in s.fits]
-    gains = [(s, g) for s, g in answered if g is not None]
+    gains = [(s, s.fits["tau"].gain.value) for s in analysis.series if "tau" in s.fits and s.fits["tau"].gain]
     if not gains:
         return "There is no answer yet: no series has tau at two data scales or more."
-    gains.sort(key=lambda pair: -pair[1].value)
+    gains.sort(key=lambda pair: -pair[1])
     if len(gains) <= FEW:
         return " ".join(_series_answer(s) for s, _ in gains)
-    most, least = (f"{s.label} ({_gain(g)})" for s, g in (gains[0], gains[-1]))
+    most, least = (f"{s.label} ({value:+.3f}, {gain_interval(s.fits['tau'])})" for s, value in (gains[0], gains[-1]))
     adds = "doubling the training data adds most tokens a target forward"
     return f"Of {len(gains)} series, {adds} to {most}, least to {least}."
 
 
-def _gain(e: Estimate) -> str:
-    if e.lo is None or e.hi is None:
-        return f"{e.value:+.3f}, without an interval"
-    return f"{e.value:+.3f}, 95 % interval {interval(e.lo, e.hi, 3)}"
+def gain_interval(fitted: QuantityFit) -> str:
+    """The interval of a gain in words, and of what."""
+    gain = fitted.gain
+    if gain is None or gain.lo is None or gain.hi is None:
+        return "without an interval"
+    ends = interval(gain.lo, gain.hi, 3)
+    return f"95 % interval {ends}" if fitted.seeds_known else f"{ends} by the choice of prompts alone"
 
 
 def _series_answer(s: Series) -> str:
@@ -37,10 +39,14 @@ def _series_answer(s: Series) -> str:
         return ""
     means = point_means(fitted)["value"]
     span = f"tau was {means.iloc[0]:.2f} at {s.scales[0]:g}x and {means.iloc[-1]:.2f} at {s.scales[-1]:g}x"
-    gain = fitted.gain
+    gain, within = fitted.gain, gain_interval(fitted)
     if gain.lo is None or gain.hi is None:
-        return f"Doubling the training data of {s.label} changes tau by {gain.value:+.3f}, without an interval; {span}."
-    within = f"95 % interval {interval(gain.lo, gain.hi, 3)}"
+        return f"Doubling the training data of {s.label} changes tau by {gain.value:+.3f}, {within}; {span}."
+    if not fitted.seeds_known:
+        return (
+            f"Doubling the training data of {s.label} changed tau by {gain.value:+.3f} in these runs ({within}); "
+            f"{span}. How much seeds vary is not known, so whether data did it is open: train a second seed."
+        )
     if gain.lo > 0:
         adds = f"adds {gain.value:.3f} tokens to every target forward"
         return f"Doubling the training data of {s.label} {adds} ({within}); {span}."
@@ -64,45 +70,34 @@ def certainty(analysis: Analysis) -> list[str]:
 def _series_certainty(s: Series, fitted: QuantityFit) -> str:
     best, selection = fitted.best, fitted.selection
     if best is None or selection is None:
-        few = f"{len(s.scales)} data scales are too few to hold one out"
+        count = len(s.scales)
+        few = f"{count} data scale{'s are' if count > 1 else ' is'} too few to hold one out"
         return f"{s.label}: {few}, so no form was chosen and nothing is predicted."
-    title = best.form.title
-    if len(selection.tied) > 1:
+    title, tied = best.form.title, len(selection.tied)
+    if tied > 1:
         how = (
-            f"{s.label}: {len(selection.tied)} forms predict the held-out largest scale equally well, within one "
-            f"standard error. Of these the {title} is drawn, {_rank(best)}."
+            f"{s.label}: {tied} forms predict the held-out largest scale equally well, within {TIE:g} standard errors. "
+            f"Of these the {title} is drawn, {selection.reason}."
         )
     else:
         how = f"{s.label}: the {title} predicts the held-out largest scale best ({best.status})."
-    beyond = [_beyond(s, fitted, best, m) for m in EXTRAPOLATE if m > s.scales[-1]]
-    if not beyond:
-        return how
-    return f"{how} It predicts {', and '.join(beyond)}."
+    said = ", and ".join(f"tau {_predicted(s, fitted, m)} at {m:g}x" for m in s.beyond)
+    by = f" (intervals: of all {tied} forms together, since nothing here tells them apart)" if tied > 1 else ""
+    return f"{how} It predicts {said}{by}."
 
 
-def _rank(best: FitResult) -> str:
-    return "the identified one with the lowest AICc" if best.ok else "though it, as all of them, is under-identified"
-
-
-def _beyond(s: Series, fitted: QuantityFit, best: FitResult, multiple: float) -> str:
-    p = best.predict([s.base * multiple])
-    text = f"tau {p.value[0]:.2f}"
-    if p.lo is not None and p.hi is not None:
-        text += f" ({interval(p.lo[0], p.hi[0])})"
-    text += f" at {multiple:g}x"
-    tied = fitted.selection.tied if fitted.selection else []
-    others = [float(fitted.results[n].predict([s.base * multiple]).value[0]) for n in tied]
-    if len(others) > 1:
-        text += f", where the {len(others)} forms range from {min(others):.2f} to {max(others):.2f}"
-    return text
+def _predicted(s: Series, fitted: QuantityFit, multiple: float) -> str:
+    p = fitted.predict([s.base * multiple])
+    return f"{p.value[0]:.2f}" + ("" if p.lo is None or p.hi is None else f" ({interval(p.lo[0], p.hi[0])})")
 
 
 def comparison_sentence(c: SlopeComparison) -> str:
     d = c.difference
+    ends = interval(d.lo, d.hi, 3)
+    within = f"95 % interval {ends}" if c.seeds_known else f"{ends} by the choice of prompts alone"
     return (
         f"A doubling of the data gives {c.first} {d.value:+.3f} tau over what it gives {c.second} "
-        f"(95 % interval {interval(d.lo, d.hi, 3)}); the probability that its slope is the larger is "
-        f"{probability(c)}."
+        f"({within}); the probability that its slope is the larger is {probability(c)}."
     )
 
 
@@ -110,8 +105,17 @@ def summary_text(analysis: Analysis) -> str:
     """Plain English and a table, for the terminal."""
     parts = [headline(analysis), *certainty(analysis), ""]
     parts += [text_table(results_table(analysis)), "", f"Intervals: 95 %, {analysis.method}."]
+    parts += [line for s in analysis.series for line in _needed(analysis, s)]
     parts += [f"Note: {w}." for w in analysis.warnings]
     return "\n".join(parts)
+
+
+def _needed(analysis: Analysis, s: Series) -> list[str]:
+    """The data that the wanted values of tau need, where some were asked for."""
+    if not analysis.wanted or "tau" not in s.fits:
+        return []
+    table = needed_table(s, analysis.wanted)
+    return ["", f"{s.label}: data that a wanted tau needs", text_table(table), ""] if len(table) else []
 
 
 def summary_markdown(analysis: Analysis) -> str:
@@ -132,7 +136,7 @@ def limits(analysis: Analysis) -> list[str]:
     out = [
         "Intervals cover the choice of prompts and the training seed. They do not cover the choice of the training "
         "subset (scales are nested prefixes of one shuffled store), of the tasks, or of the hyper-parameters.",
-        "Beyond the data a prediction holds only if its form does; how far the forms differ there is shown above.",
+        "Beyond the data a prediction holds only if one of its forms does; how far they differ there is shown above.",
     ]
     out += [
         f"{s.label}: {len(s.scales)} data scales from {s.scales[0]:g}x to {s.scales[-1]:g}x, {len(s.runs)} runs."

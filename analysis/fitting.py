@@ -121,8 +121,10 @@ class FitResult:
 
     @property
     def residuals(self) -> Array:
-        """Standardised residuals of log loss [n]: (measured - fitted) / standard error."""
-        return (self.data.log_loss - np.log(self.form.loss(self.theta, self.data.inputs))) / self.data.sigma
+        """Standardised residuals of log loss [n] with the sign of the quantity's own: positive where the measured value
+        lies above the curve."""
+        residual = (self.data.log_loss - np.log(self.form.loss(self.theta, self.data.inputs))) / self.data.sigma
+        return -residual if self.data.quantity.rises else residual
 
     def curve(self, inputs: Array) -> Array:
         """The quantity at relative `inputs` [m, d] -> [m]."""
@@ -179,11 +181,12 @@ def fit(form: Form, data: Data, delta: float = HUBER, profiles: bool = True) -> 
     if data.replicates is not None:
         draws, _, _ = solve(form, data.inputs, data.replicates, weight, delta)
     profile = _profiles(form, data, theta, cost, delta) if profiles else {}
+    at_bound = _at_bound(form, theta)
     parameters = {
-        name: _estimate(theta[j], None if draws is None else draws[:, j], profile.get(name))
+        name: _estimate(theta[j], None if draws is None else draws[:, j], profile.get(name), bool(at_bound[j]))
         for j, name in enumerate(form.names)
     }
-    status, messages = _status(form, data, theta, converged, parameters)
+    status, messages = _status(form, data, at_bound, converged, parameters)
     held_out, leave_one_out = _left_out_errors(form, data, delta)
     return FitResult(
         form=form,
@@ -213,25 +216,28 @@ def aicc(objective: float, runs: int, parameters: int) -> float | None:
     return float(runs * np.log(max(2 * objective, 1e-12) / runs) + 2 * k + 2 * k * (k + 1) / (runs - k - 1))
 
 
-def _estimate(value: float, draws: Array | None, profile: tuple[float | None, float | None] | None) -> Estimate:
+def _at_bound(form: Form, theta: Array) -> NDArray[np.bool_]:
+    """[p]: which parameters lie on a bound of their range."""
+    tolerance = 1e-6 * np.maximum(1.0, np.abs(theta))
+    return (theta - np.array(form.lower) < tolerance) | (np.array(form.upper) - theta < tolerance)
+
+
+def _estimate(
+    value: float, draws: Array | None, profile: tuple[float | None, float | None] | None, at_bound: bool
+) -> Estimate:
     closed = profile is None or None not in profile
-    if draws is None:
+    # Replicates of a parameter that the data leave open pile up on its bound: their interval would look certain.
+    if draws is None or (at_bound and not closed):
         return Estimate(float(value), profile=profile, identified=closed)
     lo, hi = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(float(value), float(lo), float(hi), float(draws.std(ddof=1)), profile, closed)
 
 
 def _status(
-    form: Form, data: Data, theta: Array, converged: bool, parameters: dict[str, Estimate]
+    form: Form, data: Data, at_bound: NDArray[np.bool_], converged: bool, parameters: dict[str, Estimate]
 ) -> tuple[str, list[str]]:
     messages = []
-    lower, upper = np.array(form.lower), np.array(form.upper)
-    tolerance = 1e-6 * np.maximum(1.0, np.abs(theta))
-    bound = [
-        n
-        for n, t, lo, hi, e in zip(form.names, theta, lower, upper, tolerance, strict=True)
-        if t - lo < e or hi - t < e
-    ]
+    bound = [name for name, there in zip(form.names, at_bound, strict=True) if there]
     open_ended = [n for n, e in parameters.items() if not e.identified]
     if not converged:
         return FAILED, ["the solver did not converge"]
@@ -239,8 +245,8 @@ def _status(
         messages.append(f"{', '.join(bound)} lies on the bound of its range")
     if data.scales < form.scales_needed:
         messages.append(
-            f"{data.scales} scales for {len(theta)} parameters: at least {form.scales_needed} are needed to determine "
-            "the form and leave one scale that could contradict it"
+            f"{data.scales} scales for {len(form.names)} parameters: at least {form.scales_needed} are needed to "
+            "determine the form and leave one scale that could contradict it"
         )
     if open_ended:
         messages.append(f"the data do not bound {', '.join(open_ended)} on both sides")

@@ -6,27 +6,35 @@ import numpy as np
 
 from analysis.fitting import Estimate, FitResult
 from analysis.forms import Array
-from analysis.study import PositionModel, compose_tau
+from analysis.study import PositionModel, QuantityFit, compose_tau
+
+LIMIT = 2.0**20  # times the data at 1x: no curve is read further
 
 
-def data_for_tau(
-    result: FitResult | PositionModel, wanted: float, base: float, limit: float = 2.0**20
-) -> Estimate | None:
-    """Data (axis units) at which the curve reaches `wanted`; None where it does not within `limit` times `base`.
+def data_for_tau(fit: QuantityFit | FitResult | PositionModel, wanted: float, base: float) -> Estimate:
+    """Data (axis units) at which the curve reaches `wanted`: inf where it does not within `LIMIT` times `base`, 0 where
+    a quarter of `base` already has more.
 
-    `hi` None: some replicates in the upper 2.5 % never reach it.
+    Of a `QuantityFit` the chosen form's, with the ends of all forms tied with it. `lo`, `hi` None: replicates beyond
+    that quantile never reach it, or there are none.
+
+    Raises:
+        ValueError: a `QuantityFit` of which no form was chosen.
     """
-    data = base * np.geomspace(0.25, limit, 400)
-    value = result.predict(data).value
-    crossing = _first_crossing(data, value[None], wanted)[0]
-    if not np.isfinite(crossing):
-        return None
-    draws = _curve_draws(result, data)
+    if isinstance(fit, QuantityFit):
+        if fit.best is None:
+            raise ValueError(f"{fit.quantity.title}: no form was chosen, so nothing says what data it needs")
+        needs = [data_for_tau(form, wanted, base) for form in fit.tied]
+        los, his = [n.lo for n in needs if n.lo is not None], [n.hi for n in needs]
+        hi = None if None in his else max(h for h in his if h is not None)
+        return Estimate(data_for_tau(fit.best, wanted, base).value, min(los, default=None), hi)
+    data = base * np.geomspace(0.25, LIMIT, 400)
+    crossing = float(_first_crossing(data, fit.predict(data).value[None], wanted)[0])
+    draws = _curve_draws(fit, data)
     if draws is None:
-        return Estimate(float(crossing))
-    reached = _first_crossing(data, draws, wanted)
-    lo, hi = np.quantile(reached, [0.025, 0.975], method="nearest")
-    return Estimate(float(crossing), float(lo) if np.isfinite(lo) else None, float(hi) if np.isfinite(hi) else None)
+        return Estimate(crossing)
+    lo, hi = np.quantile(_first_crossing(data, draws, wanted), [0.025, 0.975], method="nearest")
+    return Estimate(crossing, float(lo) if np.isfinite(lo) else None, float(hi) if np.isfinite(hi) else None)
 
 
 def _curve_draws(result: FitResult | PositionModel, data: Array) -> Array | None:
@@ -39,7 +47,8 @@ def _curve_draws(result: FitResult | PositionModel, data: Array) -> Array | None
 
 
 def _first_crossing(data: Array, curves: Array, wanted: float) -> Array:
-    """First data value at which each curve [R, m] is at least `wanted`, by interpolation in log data; inf: never."""
+    """First data value at which each curve [R, m] is at least `wanted`, by interpolation in log data; inf: never, 0:
+    before the first."""
     above = curves >= wanted
     k = above.argmax(1)
     rows = np.arange(len(curves))
@@ -47,4 +56,4 @@ def _first_crossing(data: Array, curves: Array, wanted: float) -> Array:
     y0, y1 = curves[rows, before], curves[rows, k]
     share = np.where(y1 > y0, (wanted - y0) / np.where(y1 > y0, y1 - y0, 1.0), 0.0)
     crossing = np.exp(np.log(data[before]) + np.clip(share, 0, 1) * (np.log(data[k]) - np.log(data[before])))
-    return np.where(above.any(1), crossing, np.inf)
+    return np.where(above[:, 0], 0.0, np.where(above.any(1), crossing, np.inf))

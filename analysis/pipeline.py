@@ -131,14 +131,15 @@ def _fit_quantity(data: Data, seeds: SeedVariance, profiles: bool) -> QuantityFi
         else:
             results[form.name] = fit(form, data, profiles=profiles)
     line = results.get(LOG_LINEAR.name)
+    gain = None if line is None else line.parameters["g"]
     return QuantityFit(
         quantity=data.quantity,
         data=data,
         seeds=seeds,
         results=results,
         skipped=skipped,
-        selection=select(list(results.values())),
-        gain=None if line is None else line.parameters["g"],
+        selection=select(list(results.values()), gain if seeds.freedom > 0 else None),
+        gain=gain,
     )
 
 
@@ -211,12 +212,13 @@ def _compare(series: list[Series]) -> list[SlopeComparison]:
     for s in series:
         line = s.fits["tau"].results.get(LOG_LINEAR.name) if "tau" in s.fits else None
         if line is not None and line.draws is not None:
-            slopes[s.label] = (float(line.theta[1]), line.draws[:, 1])
+            slopes[s.label] = (float(line.theta[1]), line.draws[:, 1], s.fits["tau"].seeds_known)
     out = []
     steepest_first = sorted(slopes.items(), key=lambda item: -item[1][0])
-    for (a, (value_a, draws_a)), (b, (value_b, draws_b)) in combinations(steepest_first, 2):
+    for (a, (value_a, draws_a, known_a)), (b, (value_b, draws_b, known_b)) in combinations(steepest_first, 2):
         difference = draws_a - draws_b
         lo, hi = np.quantile(difference, [0.025, 0.975])
         estimate = Estimate(value_a - value_b, float(lo), float(hi), float(difference.std(ddof=1)))
-        out.append(SlopeComparison(a, b, estimate, float((difference > 0).mean()), len(difference)))
+        larger = float((difference > 0).mean())
+        out.append(SlopeComparison(a, b, estimate, larger, len(difference), known_a and known_b))
     return out

@@ -167,7 +167,7 @@ def facts(analysis: Analysis) -> list[Fact]:
         gain = s.fits["tau"].gain
         assert gain is not None
         who = "" if len(analysis.series) == 1 else f", {s.label}"
-        note = f"95 % interval {tables.interval(gain.lo, gain.hi, 3)}"
+        note = findings.gain_interval(s.fits["tau"])
         out.append(Fact(f"tau gained per doubling{who}", f"{gain.value:+.3f}", note))
     if len(with_gain) == 1:
         s = with_gain[0]
@@ -175,10 +175,13 @@ def facts(analysis: Analysis) -> list[Fact]:
         means = tables.point_means(fitted)["value"]
         note = f"from {means.iloc[0]:.2f} at {s.scales[0]:g}x; at most {s.draft_steps + 1}"
         out.append(Fact(f"tau at {s.scales[-1]:g}x", f"{means.iloc[-1]:.2f}", note))
-        if fitted.best is not None and s.scales[-1] < 16:
-            p = fitted.best.predict([s.base * 16])
+        if fitted.best is not None:
+            nearest = s.beyond[0]
+            p = fitted.predict([s.base * nearest])
             ends = "no interval" if p.lo is None or p.hi is None else tables.interval(p.lo[0], p.hi[0])
-            out.append(Fact("tau predicted at 16x", f"{p.value[0]:.2f}", f"{ends}, by the {fitted.best.form.title}"))
+            count = len(fitted.tied)
+            by = f"by {count} tied forms" if count > 1 else f"by the {fitted.best.form.title}"
+            out.append(Fact(f"tau predicted at {nearest:g}x", f"{p.value[0]:.2f}", f"{ends}, {by}"))
         model = speedup_model(analysis, s)
         if model is not None:
             top = model.measured.sort_values("scale").iloc[-1]
@@ -240,7 +243,7 @@ def _fit_parts(analysis: Analysis, drawn: dict[str, Drawn]) -> list[Part]:
     if "extrapolation" in drawn:
         parts.append(Part(heading=drawn["extrapolation"].picture.title, drawn=drawn["extrapolation"]))
     for s in analysis.series:
-        needed = tables.needed_table(s) if "tau" in s.fits else pd.DataFrame()
+        needed = tables.needed_table(s, analysis.wanted) if "tau" in s.fits else pd.DataFrame()
         if not needed.empty:
             parts.append(Part(heading=f"{s.label}: data that a wanted tau needs", table=needed))
     if analysis.comparisons:

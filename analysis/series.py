@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from analysis.forms import Array
 from analysis.quantities import AXES
+from analysis.settings import setting_columns, text
 from analysis.table import Table
 
 Z95 = 1.959964
@@ -21,6 +22,9 @@ DRAFT_NAMES = {
     "block": "block drafter",
     "prompt_lookup": "prompt lookup",
 }
+MAY_FOLLOW_DATA = ("optim.", "train.epochs", "train.steps", "train.batch_tokens")  # settings of how, not of what
+OUTCOMES = ("draft_vocab_size", "parameters.trainable", "epochs", "steps")  # tell runs without a configuration apart
+NAMED = 3  # settings in a label, at most
 
 
 def choose_axis(runs: pd.DataFrame, axis: str | None) -> str:
@@ -39,38 +43,117 @@ def quantities_of(table: Table) -> list[str]:
 
 
 def group(runs: pd.DataFrame) -> list[tuple[str, NDArray[np.int64]]]:
-    """Series of finished runs: split by draft head, study, target and K, then by what tells equal runs apart."""
+    """Series of finished runs, label and index: split by draft head, study, target and K, then by `_pieces`."""
     always = [c for c in ("draft", "study", "target", "draft_steps") if c in runs]
-    splitters = ["draft_vocab_size", "parameters.trainable", "epochs", "steps", "train_identity", "point"]
     parts = [part for _, part in runs.groupby(always, dropna=False, sort=True)]
     labels = [c for c in always if c == "draft" or runs[c].nunique(dropna=False) > 1]
     out: list[tuple[str, NDArray[np.int64]]] = []
     for part in parts:
-        head = ", ".join(_label(c, part[c].iloc[0]) for c in labels)
-        for extra, members in _split(part, [c for c in splitters if c in runs]):
-            out.append((", ".join([head, *extra]), members.index.to_numpy()))
+        head = [_label(c, part[c].iloc[0]) for c in labels if pd.notna(part[c].iloc[0])]
+        values = _values(part)
+        pieces = _pieces(part, values)
+        for extra, members in zip(_extras(pieces, values), pieces, strict=True):
+            out.append((", ".join([*head, *extra]), members.index.to_numpy()))
     return out
 
 
-def _split(group: pd.DataFrame, columns: list[str]) -> list[tuple[list[str], pd.DataFrame]]:
-    """Split a group until no two runs share data scale and seed; each part with the labels that tell it apart."""
-    if not group.duplicated(["data_scale", "seed"]).any() or not columns:
-        return [([], group)]
-    column, rest = columns[0], columns[1:]
-    varies = group.groupby(["data_scale", "seed"], dropna=False)[column].nunique(dropna=False).max() > 1
-    if not varies:
-        return _split(group, rest)
-    return [
-        ([_label(column, value), *extra], part)
-        for value, sub in group.groupby(column, dropna=False, sort=True)
-        for extra, part in _split(sub, rest)
-    ]
+def varied_with_data(runs: pd.DataFrame) -> dict[str, dict[str, list[float]]]:
+    """Of a series: setting -> value -> the data scales that were trained with it, for settings that differ in it."""
+    values = _values(runs)[setting_columns(runs)]
+    return {
+        str(column): {
+            str(v): sorted(set(scales)) for v, scales in runs["data_scale"].groupby(values[column], sort=False)
+        }
+        for column in values
+        if values[column].nunique() > 1
+    }
+
+
+def repeats(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Runs of a series that have data, seed and store in common, so that nothing is known by which they differ."""
+    return [same for _, same in runs.groupby(_same(runs), dropna=False) if len(same) > 1]
+
+
+def _same(runs: pd.DataFrame) -> list[str]:
+    return [c for c in ("data_scale", "seed", "store_fingerprint") if c in runs]
+
+
+def _values(group: pd.DataFrame) -> pd.DataFrame:
+    """What may tell runs of a group apart, as text. A setting that is not known of a run is that of most."""
+    values = {}
+    for column in [*setting_columns(group), *(c for c in OUTCOMES if c in group)]:
+        known = group[column].map(text, na_action="ignore")
+        usual = known.mode()
+        values[column] = known.where(group[column].notna(), usual[0] if len(usual) else "")
+    return pd.DataFrame(values, index=group.index)
+
+
+def _pieces(group: pd.DataFrame, values: pd.DataFrame) -> list[pd.DataFrame]:
+    """The series of a group: what defines the head and its objective is the same within each. What follows the data on
+    purpose where each scale has its own value (a learning rate that was tuned, steps that grow) splits only where runs
+    of one scale differ in it."""
+    fixed = [c for c in setting_columns(group) if not c.startswith(MAY_FOLLOW_DATA) and values[c].nunique() > 1]
+    parts = _split(group, values, fixed) if fixed else [group]
+    pieces = [piece for part in parts for piece in _consistent(part, values)]
+    return sorted(pieces, key=lambda p: p["data_scale"].nunique() == 1)  # curves first
+
+
+def _consistent(part: pd.DataFrame, values: pd.DataFrame) -> list[pd.DataFrame]:
+    """Split by one setting after the other, that of the fewest values first, which keeps the most together."""
+    own = values.loc[part.index]
+    differ = [c for c in setting_columns(part) if own[c].groupby(part["data_scale"]).nunique().max() > 1]
+    if not differ:  # of runs whose configuration is not known, by what came out
+        same = [part[c] for c in _same(part)]
+        differ = [c for c in OUTCOMES if c in part and own[c].groupby(same, dropna=False).nunique().max() > 1]
+    if not differ:
+        return [part]
+    column = min(differ, key=lambda c: own[c].nunique())
+    return [piece for sub in _split(part, values, [column]) for piece in _consistent(sub, values)]
+
+
+def _split(part: pd.DataFrame, values: pd.DataFrame, columns: list[str]) -> list[pd.DataFrame]:
+    members = values.loc[part.index].groupby(columns, sort=False).groups
+    keys = sorted(members, key=lambda key: [_order(v) for v in (key if isinstance(key, tuple) else (key,))])
+    return [part.loc[members[key]] for key in keys]
+
+
+def _order(value: str) -> tuple[float, str]:
+    try:
+        return float(value), ""
+    except ValueError:
+        return np.inf, value
+
+
+def _extras(pieces: list[pd.DataFrame], values: pd.DataFrame) -> list[list[str]]:
+    """What tells each piece of a group apart, in words. Where one piece is a curve and all others are single scales, it
+    is the rule and they are the exceptions: it needs no words."""
+    if len(pieces) == 1:
+        return [[]]
+    own = [values.loc[p.index] for p in pieces]
+    curves = [i for i, p in enumerate(pieces) if p["data_scale"].nunique() > 1]
+    settings = [c for c in map(str, values) if c not in OUTCOMES and values[c].nunique() > 1]
+    outcomes = [c for c in OUTCOMES if c in values and values[c].nunique() > 1]
+
+    def words(i: int, columns: list[str], most: int) -> list[str]:
+        fixed = [c for c in columns if own[i][c].nunique() == 1]
+        if len(curves) == 1:
+            fixed = [] if i == curves[0] else [c for c in fixed if own[i][c].iloc[0] not in set(own[curves[0]][c])]
+        named = [_label(c, own[i][c].iloc[0]) for c in fixed]
+        return named if len(named) <= most else [*named[:most], f"{len(named) - most} more settings"]
+
+    for columns, most in ((settings, NAMED), (settings, len(settings)), ([*settings, *outcomes], len(values.columns))):
+        out = [words(i, columns, most) for i in range(len(pieces))]
+        if len({*map(tuple, out)}) == len(pieces):
+            return out
+    return [[*words(i, columns, most), str(i + 1)] for i in range(len(pieces))]
 
 
 def _label(column: str, value: object) -> str:
     if column == "draft":
         return DRAFT_NAMES.get(str(value), str(value))
-    short = {"study": "{}", "target": "{}", "draft_steps": "K={:g}", "parameters.trainable": "{:,.0f} parameters"}
+    if column == "parameters.trainable":
+        return f"{float(str(value)):,.0f} parameters"
+    short = {"study": "{}", "target": "{}", "draft_steps": "K={:g}"}
     return short.get(column, column + "={}").format(value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from analysis.selection import Selection
 from analysis.table import Table
 
 REPLICATES = 1000
-EXTRAPOLATE = (16.0, 64.0)  # multiples of the 1x data
+EXTRAPOLATE = (2.0, 8.0)  # multiples of the largest data
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,37 @@ class QuantityFit:
     gain: Estimate | None
 
     @property
+    def seeds_known(self) -> bool:
+        """Whether intervals hold the variation between seeds; else that of prompts alone."""
+        return self.seeds.freedom > 0
+
+    @property
     def best(self) -> FitResult | None:
         return self.results[self.selection.best] if self.selection else None
+
+    @property
+    def tied(self) -> list[FitResult]:
+        """The forms that the data do not tell from the chosen one, itself among them."""
+        return [self.results[name] for name in self.selection.tied] if self.selection else []
+
+    def predict(self, data: Sequence[float] | Array) -> Prediction:
+        """The chosen form's curve at `data` [m], in units of the axis; its bands are the union of those of all tied
+        forms: one form's own band would take the choice for certain. ValueError where no form was chosen."""
+        if self.best is None:
+            raise ValueError(f"{self.quantity.title}: no form was chosen, so nothing is predicted")
+        chosen, all_tied = self.best.predict(data), [form.predict(data) for form in self.tied]
+
+        def end(name: str, outermost: np.ufunc) -> Array | None:
+            ends = [values for p in all_tied if (values := getattr(p, name)) is not None]
+            return outermost.reduce(ends, axis=0) if len(ends) == len(all_tied) else None
+
+        return replace(
+            chosen,
+            lo=end("lo", np.minimum),
+            hi=end("hi", np.maximum),
+            run_lo=end("run_lo", np.minimum),
+            run_hi=end("run_hi", np.maximum),
+        )
 
 
 @dataclass(frozen=True)
@@ -88,16 +117,23 @@ class Series:
     def scales(self) -> list[float]:
         return sorted({float(s) for s in self.scale})
 
+    @property
+    def beyond(self) -> list[float]:
+        """Multiples of the 1x data that have not been measured, at which predictions are shown."""
+        return [self.scales[-1] * m for m in EXTRAPOLATE]
+
 
 @dataclass(frozen=True)
 class SlopeComparison:
-    """Two series' gains per doubling, on the same replicates. `probability` that the first one's is larger."""
+    """Two series' gains per doubling, on the same replicates. `probability` that the first one's is larger.
+    `seeds_known`: whether the replicates hold the variation between seeds."""
 
     first: str
     second: str
     difference: Estimate
     probability: float
     replicates: int
+    seeds_known: bool
 
 
 @dataclass(frozen=True)
@@ -110,6 +146,7 @@ class Analysis:
     comparisons: list[SlopeComparison]
     warnings: list[str]
     method: str = METHOD
+    wanted: tuple[float, ...] = ()  # values of tau whose data are asked for; none: some round ones
 
     @property
     def axis_title(self) -> str:

@@ -17,10 +17,12 @@ import pandas as pd
 
 from analysis.bootstrap import Counts
 from analysis.quantities import AXES
+from analysis.settings import add_settings
 
 SCHEMA = 1
 REQUIRED = ("draft", "data_scale", "seed")
 FINISHED, FAILED = "finished", "failed"
+TRAINED = "trained"  # and not asked for more: `eagle3 study tune`
 MEASURED = ("tau", "alpha_0", "val_loss", "val_kl")  # a tidy file must hold at least one
 
 
@@ -117,8 +119,19 @@ def load_runs(paths: str | Path | Iterable[str | Path]) -> Table:
         configs |= {k + offset: v for k, v in table.configs.items()}
         notes += table.notes
         offset += len(table.runs)
-    both = pd.concat(runs, ignore_index=True)
+    both = add_settings(_own_names(pd.concat(runs, ignore_index=True)), configs)
     return Table(both, pd.concat(records, ignore_index=True) if records else pd.DataFrame(), metrics, configs, notes)
+
+
+def _own_names(runs: pd.DataFrame) -> pd.DataFrame:
+    """Studies of one name in several folders get names of their own: the folders'."""
+    if "folder" not in runs:
+        return runs
+    parents = runs["folder"].map(lambda f: Path(f).absolute().parent, na_action="ignore")
+    several = parents.groupby(runs["study"]).transform("nunique") > 1
+    short = parents.map(lambda p: f"{p.parent.name}/{p.name}", na_action="ignore")
+    unique = parents.groupby(short).transform("nunique") == 1
+    return runs.assign(study=runs["study"].mask(several, short.where(unique, parents.astype(str))))
 
 
 def _load(path: Path) -> Table:
@@ -151,8 +164,10 @@ def _load_folders(folders: list[Path]) -> Table:
             if (folder / "records.jsonl").exists():
                 records.append(_read_lines(folder / "records.jsonl").assign(run=i))
         except _PointFailed as e:
-            rows.append({**_identity(configs.get(i, {})), "status": FAILED, "reason": str(e)})
-            notes.append(f"point {folder.name} has no result and takes no part in any fit: {e}")
+            status = TRAINED if _only_trained(folder) else FAILED
+            rows.append({**_identity(configs.get(i, {})), "status": status, "reason": str(e)})
+            if status == FAILED:
+                notes.append(f"point {folder.name} has no result and takes no part in any fit: {e}")
         rows[-1] |= {"point": folder.name, "folder": str(folder)}
         if folder.is_symlink():  # a point that another study has done is this study's too
             rows[-1]["study"] = folder.parent.name
@@ -171,6 +186,15 @@ def _load_folders(folders: list[Path]) -> Table:
 
 class _PointFailed(Exception):
     """A point without a usable result; shown in the report."""
+
+
+def _only_trained(folder: Path) -> bool:
+    """Whether the point has a trained head and was never to be measured, as the points of `eagle3 study tune`: the last
+    job in its folder ended well, and was none that measures."""
+    if (folder / "result.json").exists() or not (folder / "train.json").exists():
+        return False
+    status = folder / "status.json"
+    return not status.exists() or json.loads(status.read_text(encoding="utf-8")).get("state") == "done"
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pandas as pd
 from analysis.fitting import LEVEL, FitResult
 from analysis.forms import Array
 from analysis.inverse import data_for_tau
-from analysis.study import EXTRAPOLATE, Analysis, PositionModel, QuantityFit, Series, SlopeComparison
+from analysis.study import Analysis, PositionModel, QuantityFit, Series, SlopeComparison
 from analysis.table import FAILED
 
 DASH = "\u2013"  # for a value that is not there
@@ -167,10 +167,11 @@ def _ends(lo: float | None, hi: float | None) -> str:
     return f"{'open' if lo is None else significant(lo)} to {'open' if hi is None else significant(hi)}"
 
 
-def extrapolation_table(s: Series, multiples: Sequence[float] = EXTRAPOLATE) -> pd.DataFrame:
-    """tau at multiples of the 1x data by every form of tau and every per-position model: curve and one new run."""
+def extrapolation_table(s: Series) -> pd.DataFrame:
+    """tau beyond the data (`Series.beyond`) by every form of it and every per-position model: curve and one new run."""
     fitted = s.fits["tau"]
     tied = fitted.selection.tied if fitted.selection else []
+    multiples = s.beyond
     data: Array = np.array([s.base * m for m in multiples])
     models: list[tuple[str, FitResult | PositionModel, str]] = [
         (r.form.title, r, r.status + (", tied for best" if name in tied else "")) for name, r in fitted.results.items()
@@ -199,20 +200,33 @@ def wanted_taus(s: Series) -> list[float]:
     return [round(float(w), 2) for w in first + np.array([0.0, 0.1, 0.2, 0.4]) if w < s.draft_steps + 1]
 
 
-def needed_table(s: Series, wanted: Sequence[float] | None = None) -> pd.DataFrame:
-    """Data that the chosen form says a tau needs, as a multiple of 1x; empty where no form was chosen."""
-    best = s.fits["tau"].best
+def needed_table(s: Series, wanted: Sequence[float] = ()) -> pd.DataFrame:
+    """Data that a tau needs (`wanted`, or some round values), as a multiple of 1x: by the chosen form, within the ends
+    of all forms tied with it. Empty where no form was chosen."""
+    fitted = s.fits["tau"]
     rows = []
-    for tau in (wanted or wanted_taus(s)) if best is not None else ():
-        assert best is not None
-        need = data_for_tau(best, tau, s.base)
-        row = {"wanted tau": number(tau), "data": "not reached by this curve", "95 % interval": DASH}
-        if need is not None:
-            ends = [None if v is None else v / s.base for v in (need.lo, need.hi)]
-            low, high = ("no limit" if v is None else f"{significant(v)}x" for v in ends)
-            row |= {"data": f"{significant(need.value / s.base)}x", "95 % interval": f"{low} to {high}"}
-        rows.append(row | {"by": f"{best.form.title} ({best.status})"})
+    for tau in (wanted or wanted_taus(s)) if fitted.best is not None else ():
+        need = data_for_tau(fitted, tau, s.base)
+        ends = [None if v is None else v / s.base for v in (need.lo, need.hi)]
+        low, high = ("no limit" if v is None else f"{significant(v)}x" for v in ends)
+        known = any(v is not None for v in ends)
+        rows.append(
+            {
+                "wanted tau": number(tau),
+                "data": "not by this curve" if need.value == np.inf else f"{significant(need.value / s.base)}x",
+                "95 % interval": f"{low} to {high}" if known else DASH,
+                "by": _by(fitted),
+            }
+        )
     return pd.DataFrame(rows)
+
+
+def _by(fitted: QuantityFit) -> str:
+    """The chosen form, and how many stand beside it."""
+    assert fitted.best is not None
+    others = len(fitted.tied) - 1
+    beside = f"; interval: with the {others} tied" if others else ""
+    return f"{fitted.best.form.title} ({fitted.best.status}){beside}"
 
 
 def joint_table(result: FitResult) -> pd.DataFrame:

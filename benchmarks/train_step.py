@@ -11,6 +11,7 @@ and has that much less to do; `ours_frozen` is its like.
     tokens_per_s        tokens of the batch over the median seconds of a step; supervised_tokens_per_s counts the
                         assistant's alone, cpu_s are processor seconds of a step, which other load changes less
     ratio_best_peer     our tokens/s over the fastest peer's; ratio_best_peer_cpu: of processor seconds
+    ratio_limit         what ratio_best_peer were if our step's products, at the machine's rate, were all that it did
     ratio_peak_memory   our peak resident memory over the smallest of the peers'
     gemm_gflops         the machine's rate of plain matrix products of the step's sizes, measured in our process
     mfu                 FLOPs of the step (matrix products and attention that it needs) over its seconds, over that rate
@@ -50,10 +51,11 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (module beside 
     "speculators": ("peer_speculators", {"train_lm_head": True}),
     "speculators_frozen": ("peer_speculators", {}),
     "specforge": ("peer_specforge", {}),
+    "specforge_compact": ("peer_specforge", {"compact": True}),
 }
 OURS = tuple(name for name, (module, _) in CONTENDERS.items() if module == "ours")
-QUICK = ("ours", "speculators")  # SpecForge compiles for minutes before its first step
-ALL = ("ours", "ours_frozen", "speculators", "speculators_frozen", "specforge")
+QUICK = ("ours", "speculators")  # SpecForge compiles for half a minute before its first step
+ALL = ("ours", "ours_frozen", "speculators", "speculators_frozen", "specforge", "specforge_compact")
 
 
 @dataclass
@@ -148,6 +150,7 @@ def bench(work: Workload, names: list[str], peers: str, rounds: int) -> None:
                 figures |= {
                     "best_peer": best.name,
                     "ratio_best_peer": best.middle("seconds") / seconds,
+                    "ratio_limit": best.middle("seconds") * gemm / c.facts["flops"],
                     "ratio_best_peer_cpu": min(r.middle("cpu_seconds") for r in rivals) / c.middle("cpu_seconds"),
                     "ratio_peak_memory": figures["peak_rss_mb"] / min(r.steps[-1]["peak_rss_mb"] for r in rivals),
                 }

@@ -1,9 +1,9 @@
 """SpecForge 0.2.0's EAGLE-3 core: `OnlineEagle3Model` around its Llama draft, attention backend `sdpa`, a padded batch.
 
-Its loss is a Triton kernel; on CPU the reference beside it in the same module takes its place. What it compiles runs as
-plain torch there: the compilation of its first step did not end within ten minutes. Its data side builds the target's
-logits over the full vocabulary, which its `compact` teacher avoids: that one is taken. It drops rows whose most likely
-target token is not in the draft vocabulary, here five of six, from the loss and not from the work.
+Its loss is a Triton kernel; on CPU the compiled reference beside it in the same module takes its place. As it ships
+its data side computes the target's logits over the full vocabulary; `compact` takes its other teacher, which does not.
+It drops rows whose most likely target token is not in the draft vocabulary, here five of six, from the loss and not
+from the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from workload import Tensors, Workload, adamw, llama_config
 
 def make(work: Workload, tensors: Tensors, options: dict[str, Any]) -> tuple[Callable[[], float], dict[str, float]]:
     if work.device == "cpu":
-        torch.compiler.set_stance("force_eager")
         core.LogSoftmaxLoss = types.SimpleNamespace(apply=losses._compute_loss)
     d = work.sizes
     config = LlamaConfig(**llama_config(d), num_hidden_layers=1, draft_vocab_size=d.draft_vocab)
@@ -54,9 +53,9 @@ def make(work: Workload, tensors: Tensors, options: dict[str, Any]) -> tuple[Cal
     autocast = torch.autocast(work.device, work.torch_dtype, enabled=work.torch_dtype != torch.float32)
 
     def step() -> float:
-        target: dict[str, Any] = {"target": None, "target_hidden_for_compact": final, "target_head_weight": head}
-        if options.get("full_vocabulary"):
-            target = {"target": final @ head.T}
+        target: dict[str, Any] = {"target": final @ head.T}
+        if options.get("compact"):
+            target = {"target": None, "target_hidden_for_compact": final, "target_head_weight": head}
         with autocast:
             losses_by_step, *_ = model(**inputs, **target)
             loss = sum(0.8**i * x for i, x in enumerate(losses_by_step))

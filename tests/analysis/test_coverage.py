@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from analysis import pipeline
 from analysis.bootstrap import resample_runs, seed_variance
 from analysis.forms import LOG_LINEAR, POWER, POWER_FLOOR, Array, Form
+from analysis.quantities import quantity
 from analysis.simulate import Design, Noise, Truth, alphas_for_tau, simulate_from_logits
 from analysis.solver import solve
 
@@ -91,6 +93,35 @@ def test_one_seed_a_point() -> None:
     s = simulate_studies(Design(seeds=1), TRUTH, Noise(), 100, 150)
     coverage, _ = check(s, LOG_LINEAR, 2.0)["g"]
     assert coverage > 0.9
+
+
+def predictions(truth: Truth, studies: int, beyond: float) -> tuple[float, float]:
+    """Share of studies of the quick-start's design whose 95 % interval at `beyond` times the largest data holds the
+    truth, as it is reported: (by all tied forms, by the chosen form alone)."""
+    rng = np.random.default_rng(3)
+    noise, steps = Noise(), QUICK.draft_steps
+    logits = np.stack([alphas_for_tau(t, steps, noise) for t in truth.tau(QUICK.scales, steps)])
+    at = max(QUICK.scales) * beyond
+    wanted = truth.tau((at,), steps)[0]
+    held = []
+    for _ in range(studies):
+        counts = simulate_from_logits(QUICK, logits, noise, rng)
+        resampled = counts.measure(counts.prompt_weights(150, rng))["tau"]
+        x = QUICK.run_scales.astype(float)
+        data, seeds = pipeline._data(quantity("tau", steps), x, counts.measure()["tau"][0], resampled, 150, rng)
+        fitted = pipeline._fit_quantity(data, seeds, profiles=False)
+        assert fitted.best is not None
+        bands = (fitted.predict([at]), fitted.best.predict([at]))
+        held.append([p.lo[0] <= wanted <= p.hi[0] for p in bands if p.lo is not None and p.hi is not None])
+    together, alone = np.mean(held, axis=0)
+    return float(together), float(alone)
+
+
+def test_predictions_allow_for_the_choice_of_form() -> None:
+    """A ceiling that four scales cannot show: the chosen form alone promises too much, all tied ones together less."""
+    together, alone = predictions(Truth(tau_1x=1.6, floor=1.4, exponent=0.4), 40, 2.0)
+    assert together >= binom.ppf(0.0005, 40, 0.90) / 40
+    assert alone < together
 
 
 @pytest.mark.slow

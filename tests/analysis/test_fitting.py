@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,27 @@ def test_a_parameter_on_its_bound_is_named() -> None:
     result = fit(forms.POWER, steep, profiles=False)
     assert result.status == AT_BOUND
     assert result.messages == ["b lies on the bound of its range"]
+
+
+@pytest.mark.parametrize("name", ["tau", "val_loss"])
+def test_residuals_have_the_sign_of_the_quantity(name: str) -> None:
+    """A run with more tau than the curve stands above it, although its loss-like quantity lies below."""
+    data = replace(data_of(forms.LOG_LINEAR, [2.8, 0.05], (1, 2, 4, 8)), quantity=quantity(name, 3))
+    result = fit(forms.LOG_LINEAR, data, profiles=False)
+    above = data.quantity.from_loss(data.loss) - result.curve(data.inputs)
+    assert (np.sign(above) == np.sign(result.residuals)).all()
+
+
+def test_an_open_parameter_on_its_bound_has_no_interval() -> None:
+    """Its replicates lie on the bound too, which is not what the data say of it."""
+    data = data_of(forms.LOG_LINEAR, [2.8, 0.05], (1, 2, 4, 8))
+    doublings = np.log2(data.inputs[:, 0])
+    bent = data.loss - 0.02 * doublings**2  # faster and faster down: no floor in sight
+    replicates = np.log(bent) + SEED_SD * np.random.default_rng(1).standard_normal((300, len(bent)))
+    result = fit(forms.POWER_FLOOR, replace(data, loss=bent, replicates=replicates))
+    floor = result.parameters["E"]
+    assert (floor.value, floor.identified) == (pytest.approx(0.0, abs=1e-6), False)
+    assert (floor.lo, floor.hi) == (None, None)
 
 
 def test_profile_interval_of_a_line_is_students() -> None:

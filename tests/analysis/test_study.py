@@ -90,16 +90,66 @@ def test_tau_of_the_alphas() -> None:
 
 def test_data_for_a_tau_is_the_curve_read_backwards(analysed: Analysis) -> None:
     s = analysed.series[0]
-    best = s.fits["tau"].best
+    fitted = s.fits["tau"]
+    best = fitted.best
     assert best is not None
     need = data_for_tau(best, 1.5, s.base)
-    assert need is not None
     assert need.lo is not None
     assert need.hi is not None
     assert best.predict([need.value]).value[0] == pytest.approx(1.5, abs=1e-3)
     assert need.lo < need.value < need.hi
-    flat = s.fits["tau"].results["constant"]
-    assert data_for_tau(flat, 1.5, s.base) is None
+    together = data_for_tau(fitted, 1.5, s.base)
+    ends = [data_for_tau(form, 1.5, s.base) for form in fitted.tied]
+    assert len(ends) > 1
+    assert together.value == need.value
+    assert together.lo == min(e.lo for e in ends if e.lo is not None)
+    assert together.hi is None or together.hi == max(e.hi for e in ends if e.hi is not None)
+    assert (together.hi is None) == any(e.hi is None for e in ends)
+    flat = fitted.results["constant"]
+    assert data_for_tau(flat, 1.5, s.base).value == np.inf
+    assert data_for_tau(best, 1.0, s.base).value == 0.0
+
+
+def test_predictions_hold_what_every_tied_form_says(analysed: Analysis) -> None:
+    s = analysed.series[0]
+    fitted = s.fits["tau"]
+    data = [s.base * m for m in s.beyond]
+    assert s.beyond == [16.0, 64.0]
+    together, parts = fitted.predict(data), [form.predict(data) for form in fitted.tied]
+    assert len(parts) > 1
+    assert fitted.best is not None
+    np.testing.assert_array_equal(together.value, fitted.best.predict(data).value)
+    for name, outermost in (("lo", np.min), ("run_lo", np.min), ("hi", np.max), ("run_hi", np.max)):
+        np.testing.assert_array_equal(getattr(together, name), outermost([getattr(p, name) for p in parts], axis=0))
+    assert (together.hi - together.lo > parts[0].hi - parts[0].lo).all()  # type: ignore[operator]
+
+
+def test_one_seed_at_four_scales_is_not_called_a_constant_where_data_matter(tmp_path: Path) -> None:
+    """AICc has no value for two parameters and four runs, and must not decide for the one that has fewer."""
+    rng = np.random.default_rng(0)
+    significant = 0
+    for k in range(12):
+        tau = 1.1 + 0.045 * np.arange(4) + rng.normal(0, 0.012, 4)
+        path = tmp_path / f"{k}.csv"
+        pd.DataFrame({"data_scale": [1, 2, 4, 8], "tau": tau, "draft_steps": 3, "seed": 0}).to_csv(path)
+        fitted = analyse(load_runs(path), replicates=200).series[0].fits["tau"]
+        assert fitted.gain is not None
+        assert fitted.selection is not None
+        if fitted.gain.lo is not None and fitted.gain.lo > 0:
+            significant += 1
+            assert fitted.selection.best != "constant"
+        assert "AICc" not in fitted.selection.reason
+    assert significant > 6
+
+
+def test_unknown_seeds_make_no_claim(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "one", design=Design(scales=(1, 2, 4), seeds=1))
+    write_study(folder, draft="eagle1", design=Design(scales=(1, 2, 4), seeds=1), seed=4)
+    text = summary_text(analyse(load_runs(folder), replicates=60, quantities=TAU))
+    assert "by the choice of prompts alone" in text
+    assert "train a second seed" in text
+    assert "95 % interval" not in text.splitlines()[0]
+    assert not any("adds" in line for line in text.splitlines()[:3])
 
 
 def test_two_heads_are_two_series_and_the_steeper_one_is_told(tmp_path: Path) -> None:
@@ -159,7 +209,9 @@ def test_an_outlier_is_told_and_stays(study: Path) -> None:
     assert len(analysis.series[0].fits["val_loss"].data.loss) == 8
 
 
-@pytest.mark.parametrize(("scales", "words"), [((1.0,), "no answer yet"), ((1.0, 8.0), "tau was")])
+@pytest.mark.parametrize(
+    ("scales", "words"), [((1.0,), "1 data scale is too few"), ((1.0, 8.0), "2 data scales are too few")]
+)
 def test_one_or_two_scales_give_no_curve_but_a_report(tmp_path: Path, scales: tuple[float, ...], words: str) -> None:
     write_study(tmp_path / "thin", design=Design(scales=scales))
     analysis = analyse(load_runs(tmp_path / "thin"), quantities=TAU, replicates=60)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs
-from analysis.table import FAILED, FINISHED
+from analysis.table import FAILED, FINISHED, TRAINED
 
 
 def test_tau_is_by_target_forward_over_all_prompts(study: Path) -> None:
@@ -54,6 +54,20 @@ def test_points_without_a_result_stay_with_their_reason(study: Path, tmp_path: P
     assert "lacks seed" in failed[third.name]
     assert len(table.notes) == 3
     assert table.runs.set_index("point").loc[first.name, "data_scale"] == 1  # from its configuration
+
+
+def test_what_was_trained_alone_is_no_failure(study: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(study, tmp_path / "copy")
+    tuned, by_hand, unmeasured = sorted(p for p in copy.iterdir() if p.is_dir())[:3]
+    for point, state in ((tuned, "done"), (by_hand, ""), (unmeasured, "failed")):
+        (point / "result.json").unlink()
+        (point / "train.json").write_text("{}")
+        if state:
+            (point / "status.json").write_text(json.dumps({"state": state}))
+    table = load_runs(copy)
+    status = table.runs.set_index("point")["status"]
+    assert [status[p.name] for p in (tuned, by_hand, unmeasured)] == [TRAINED, TRAINED, FAILED]
+    assert [unmeasured.name in note for note in table.notes] == [True]
 
 
 def test_a_point_shared_with_another_study_belongs_to_the_one_that_is_read(study: Path, tmp_path: Path) -> None:
