@@ -78,7 +78,8 @@ class Contender:
         }
         self.process = subprocess.Popen(
             [self.python, str(HERE / "contenders" / "worker.py"), module, arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            stderr=subprocess.DEVNULL,  # a pipe that nobody reads stops whoever fills it
         )  # fmt: skip
 
     def wait(self) -> None:

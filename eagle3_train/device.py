@@ -7,8 +7,10 @@ import platform
 import re
 import resource
 import sys
+from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -16,21 +18,28 @@ FEW_ROWS = 32  # of a product that `thin_products` turns around
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto`: CUDA where there is one. Asking for CUDA where there is none is an error. Of several GPUs it is the local
-    rank's; where a launcher shows every rank its own alone (srun --gpus-per-task=1), that one."""
+    """`auto`: CUDA (the local rank's) where there is one. Asking for CUDA where there is none, or no more, is an
+    error."""
     import os
 
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU: use device=cpu, or install a CUDA build of torch")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(
+            f"LOCAL_RANK={local}, and this process sees {count} GPUs: start as many processes on a machine as it has "
+            "GPUs (launch.nproc_per_node, torchrun --nproc-per-node), and let each see all of them"
+        )
+    return torch.device("cuda", local)
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 GEMMs are the faster ones. CPUs without AVX512-BF16 or AMX emulate them: 8x slower than fp32."""
+    """Whether bf16 GEMMs are the faster ones. CPUs without AVX512-BF16 or AMX emulate them: 8x slower than fp32; GPUs
+    before Ampere too."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine() in ("aarch64", "arm64"):
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -64,17 +73,15 @@ def thin_products(linear: nn.Module | None) -> None:
     """
     if type(linear) is not nn.Linear or linear.bias is not None:
         return
-    weight, plain = linear.weight, linear.forward
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return
+    if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32:
+        linear.forward = MethodType(_thin_forward, linear)  # type: ignore[method-assign]  # a copy's is the copy's
 
-    def forward(x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if not 1 < rows <= FEW_ROWS:
-            return plain(x)
-        return (linear.weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])
 
-    linear.forward = forward  # type: ignore[method-assign]
+def _thin_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if not 1 < rows <= FEW_ROWS or not linear.weight.is_cpu:  # it may have moved since
+        return F.linear(x, linear.weight)
+    return (linear.weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])
 
 
 def arg_max(x: Tensor) -> Tensor:
@@ -98,7 +105,10 @@ def peak_rss_mb() -> float:
 
 
 # Dense bf16 peaks from the vendors' data sheets, TFLOP/s.
-PEAK_BF16_TFLOPS = {"A100": 312, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "L40S": 362, "L4": 121}
+PEAK_BF16_TFLOPS = {
+    "A100": 312, "A800": 312, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H200": 989, "GH200": 989,
+    "B200": 2250, "L40S": 362, "L4": 121,
+}  # fmt: skip
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

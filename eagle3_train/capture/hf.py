@@ -70,8 +70,7 @@ class HiddenStates:
         # without one SDPA takes its fused causal kernel. What comes out at the padding is not read.
         ids_BT = pad_sequence([torch.from_numpy(r.input_ids.astype(np.int64)) for r in rows], batch_first=True)
         normed_BTH = self.decoder(input_ids=ids_BT.to(self.device), use_cache=False).last_hidden_state
-        # A device map spreads the layers: their states meet on the CPU.
-        hidden_BTLH = torch.stack([self._seen[k].to(self.dtype).cpu() for k in self.layer_ids], 2)
+        hidden_BTLH = _to_host([self._seen[k].to(self.dtype) for k in self.layer_ids])
         self._seen.clear()
         masks = [wanted(r.loss_mask) for r in rows]
         asked = [
@@ -89,6 +88,14 @@ class HiddenStates:
             Sequence(r.sample_id, r.source, r.input_ids, r.loss_mask, hidden_BTLH[b, :n], **columns(r.loss_mask, *part))
             for b, (r, n, part) in enumerate(zip(rows, lengths, parts, strict=True))
         ]
+
+
+def _to_host(states_BTH: list[torch.Tensor]) -> torch.Tensor:
+    """[B, T, layers, H] on the CPU; from one GPU in one copy, to memory that it writes by itself."""
+    if len({s.device for s in states_BTH}) > 1 or not states_BTH[0].is_cuda:  # a device map spreads the layers
+        return torch.stack([s.cpu() for s in states_BTH], 2)
+    states_BTLH = torch.stack(states_BTH, 2)
+    return torch.empty(states_BTLH.shape, dtype=states_BTLH.dtype, pin_memory=True).copy_(states_BTLH)
 
 
 class HfBackend:

@@ -247,7 +247,8 @@ class DraftConfig:
     # and its sizes hold then.
     init_from: str | None = None
     # How it is computed, which does not define a result. attention: merge (fused kernel, log-sum-exp merge), flex
-    # (FlexAttention, needs a GPU to train), reference (explicit mask, slow), auto (flex on GPUs, merge on CPUs)
+    # (FlexAttention, needs a GPU to train), reference (explicit mask, slow), auto (merge where the device has a kernel
+    # for it, else flex)
     attention: str = "auto"
     recompute: bool = False  # gradient checkpointing: less memory, one more forward pass of the layers
     compile: bool = False  # torch.compile of what lies between the matrix products

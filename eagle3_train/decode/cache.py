@@ -98,7 +98,7 @@ class RollbackCache(Cache):
         at.slots, at.past, at.end, at.rows, at.columns = slice(first, first + m), max(past), max(past) + n, None, None
         if m > 1:
             at.rows = torch.arange(first, first + m, device=device)[:, None]
-            at.columns = torch.tensor(past, device=device)[:, None] + torch.arange(n, device=device)
+            at.columns = torch.tensor(past).to(device, non_blocking=True)[:, None] + torch.arange(n, device=device)
         for b, count in enumerate(counts):
             self.lengths[first + b] += count
 

@@ -143,7 +143,8 @@ def _speculative(
         else:
             path, emitted = [], draw(verified.logits, sampling, generator).tolist()
         kept = [0, *(row + 1 for row in path)]
-        next_ids, features = torch.tensor(emitted, device=device), verified.features[kept]
+        next_ids, rows = (torch.tensor(x).to(device, non_blocking=True) for x in (emitted, kept))
+        features = verified.features[rows]
         pending = next_ids[-1:]
         emitted = _until_stop(emitted[:left], stops)
         out.tokens += emitted
@@ -166,11 +167,12 @@ def ancestors(parents: Tensor) -> Tensor:
 
     parents: int64 [d], each one before its child; -1 the root.
     """
-    n = len(parents) + 1
-    seen = torch.eye(n, dtype=torch.bool)
-    for child, parent in enumerate(parents.tolist()):
-        seen[child + 1] |= seen[parent + 1]
-    return seen.to(parents.device)
+    above = torch.cat((parents.new_zeros(1), parents + 1))
+    seen = torch.eye(len(above), dtype=torch.bool, device=parents.device)
+    for _ in range(len(above).bit_length()):  # twice as far up each time: without asking the device how deep it is
+        seen = seen | seen[above]
+        above = above[above]
+    return seen
 
 
 def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:

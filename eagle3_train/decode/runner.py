@@ -115,8 +115,8 @@ class TargetRunner:
 
         Padding stands behind a query's tokens, so that none of them sees it; its own position is the last token's.
         """
-        lengths = torch.tensor(past, device=self.device)[:, None]
-        counts = torch.tensor([len(query.tokens) for query in queries], device=self.device)[:, None]
+        lengths = torch.tensor(past).to(self.device, non_blocking=True)[:, None]
+        counts = torch.tensor([len(query.tokens) for query in queries]).to(self.device, non_blocking=True)[:, None]
         n = max(len(query.tokens) for query in queries)
         new = torch.arange(n, device=self.device)
         positions = lengths + new.minimum(counts - 1)

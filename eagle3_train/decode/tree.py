@@ -142,7 +142,7 @@ def prune(candidates: _Candidates, total: int) -> Proposal:
     parents = torch.cat(candidates.parents)[kept]
     new_row = torch.full((candidates.count + 1,), -1, device=kept.device)  # the last entry serves the root, -1
     new_row[kept] = torch.arange(len(kept), device=kept.device)
-    depths = torch.tensor(candidates.depths, device=kept.device)[kept]
+    depths = torch.tensor(candidates.depths).to(kept.device, non_blocking=True)[kept]
     return Proposal(torch.cat(candidates.tokens)[kept], depths=depths, parents=new_row[parents])
 
 
@@ -216,7 +216,7 @@ class DrawnTree:
             torch.cat(candidates.tokens),
             torch.cat(rows),
             head.target_ids(torch.arange(q.shape[1], device=q.device)),
-            torch.tensor(candidates.depths, device=q.device),
+            torch.tensor(candidates.depths).to(q.device, non_blocking=True),
             torch.cat(candidates.parents),
             torch.cat(nodes),
         )

@@ -10,7 +10,8 @@ Implementations of the same function:
   and the *merged* log-sum-exp (the identity that ring attention uses: P = exp(s - L) and dS = P (dP - rowsum(dO * O))
   hold for any subset of the keys); the own-chain part is elementwise. Nothing of size [rows, keys] is ever kept.
 - `flex`: FlexAttention over step-0 keys and own chains under one block mask. torch has no backward of it for CPUs.
-- `reference`: the explicit mask and a plain softmax, quadratic in memory: the definition.
+- `reference`: the explicit mask and a plain softmax, quadratic in memory: the definition. `pieces`: the same a piece of
+  a segment at a time, in bounded memory where no gradient is asked for; what `auto` predicts with in fp32 on a GPU.
 
 Shapes: q [R, n_heads, d]; k0, v0 [N, n_kv, d] (step-0 keys of all tokens); ck, cv [C, R, n_kv, d] (own chain, C = i
 keys a row); segments (document start, first anchor, rows), whose rows lie end to end in q. Returns [R, n_heads, d].
@@ -21,37 +22,43 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from eagle3_train.drafts import fused
+from eagle3_train.drafts.batch import to_device
 
 Segments = list[tuple[int, int, int]]
+SCORES = 1 << 26  # of `attend_pieces` in memory at once
 
 
 def attend(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments, kind: str) -> Tensor:
     """Attention by `kind`: auto | merge | flex | reference. See the module's docstring for shapes.
 
-    auto: flex on GPUs, merge on CPUs. ValueError where `kind` cannot run on the device of `q`.
+    auto: merge where there is a kernel for it, elsewhere flex to train and pieces otherwise. ValueError where `kind`
+    cannot run on the device of `q`.
     """
-    if kind == "auto":
-        kind = "flex" if q.is_cuda else "merge"
-    if kind == "merge":
+    if kind == "auto" and not fused.has_kernel(q):
+        kind = "flex" if torch.is_grad_enabled() and q.requires_grad else "pieces"
+    if kind in ("auto", "merge"):
         fused.check(q)
         return _Merge.apply(q, k0, v0, ck, cv, segments)
     if kind == "flex":
         return attend_flex(q, k0, v0, ck, cv, segments)
+    if kind == "pieces":
+        return attend_pieces(q, k0, v0, ck, cv, segments)
     return attend_reference(q, k0, v0, ck, cv, segments)
 
 
 def visible(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each row, its document's start and its anchor, both [R] int64: it sees the step-0 keys from the one to the
     other."""
-    none = [torch.zeros(0, dtype=torch.long)]
-    anchors = torch.cat([torch.arange(first, first + n) for _, first, n in segments] or none)
-    starts = torch.cat([torch.full((n,), start) for start, _, n in segments] or none)
-    return starts.to(device), anchors.to(device)
+    none = [np.zeros(0)]
+    anchors = np.concatenate([np.arange(first, first + n) for _, first, n in segments] or none)
+    starts = np.concatenate([np.full(n, start) for start, _, n in segments] or none)
+    return to_device(starts, device), to_device(anchors, device)
 
 
 def attend_reference(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
@@ -68,6 +75,20 @@ def attend_reference(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, 
     p0, pc = probs.split([k0.shape[0], ck.shape[0]], -1)
     out0 = torch.einsum("rhn,nhd->rhd", p0, v0.repeat_interleave(group, 1))
     return out0 + torch.einsum("rhc,crhd->rhd", pc, cv.repeat_interleave(group, 2))
+
+
+def attend_pieces(q: Tensor, k0: Tensor, v0: Tensor, ck: Tensor, cv: Tensor, segments: Segments) -> Tensor:
+    """`attend_reference` of as many rows at a time as have at most `SCORES` scores, over their own keys alone."""
+    out, row = torch.empty_like(q), 0
+    for start, first, n in segments:
+        size = max(1, SCORES // (q.shape[1] * (first + n - start)))
+        for a in range(0, n, size):
+            b = min(a + size, n)
+            rows, keys = slice(row + a, row + b), slice(start, first + b)
+            seen = [(0, first + a - start, b - a)]
+            out[rows] = attend_reference(q[rows], k0[keys], v0[keys], ck[:, rows], cv[:, rows], seen)
+        row += n
+    return out
 
 
 def block_mask(segments: Segments, n_tokens: int, chain: int, device: torch.device) -> BlockMask:

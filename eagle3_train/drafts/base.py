@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class TargetPart(Protocol):
 class StepLoss(Protocol):
     """The objective, given to `forward` by the training loop: a head knows nothing of losses."""
 
-    def select(self, kept: Tensor) -> Tensor | None:
+    def select(self, kept: np.ndarray) -> np.ndarray | None:
         """Which target positions may supervise, `[N]` bool; None: all. `kept`: argmax inside the draft vocabulary."""
         ...
 
@@ -92,9 +93,9 @@ class Draft(nn.Module):
         """Scaled training loss of a batch, a scalar that carries the gradient."""
         raise NotImplementedError
 
-    def kept_targets(self, batch: DraftBatch) -> Tensor:
-        """[N] bool: positions whose target argmax lies inside the draft vocabulary."""
-        raise NotImplementedError
+    def kept_targets(self, target_argmax: np.ndarray) -> np.ndarray:
+        """[N] bool: where the target's argmax [N], -1 where it is not known, lies inside the draft vocabulary."""
+        return (target_argmax >= 0) & self.vocab.t2d[np.maximum(target_argmax, 0)]
 
     @property
     def is_trained(self) -> bool:

@@ -55,8 +55,9 @@ class DraftBatch:
 
     input_ids: Tensor  # [N] int64
     hidden: Tensor  # [N, L, H] compute dtype; the last layer is the target's final pre-norm state
-    target_argmax: Tensor  # [N] int64: the target's most likely x_{t+1}; -1 where not computed
-    loss_mask: np.ndarray  # [N] bool, on the host: it decides shapes
+    # On the host, since they decide shapes: a device would have to be waited for.
+    target_argmax: np.ndarray  # [N] int32: the target's most likely x_{t+1}; -1 where not computed
+    loss_mask: np.ndarray  # [N] bool
     starts: list[int]
 
     @property
@@ -71,10 +72,10 @@ class DraftBatch:
     @cached_property
     def every_token(self) -> StepRows:
         """All tokens as rows of step 0, in the order of the batch."""
-        starts = torch.tensor(self.starts, device=self.input_ids.device)
-        anchors = torch.arange(self.n_tokens, device=starts.device)
-        positions = anchors - starts[:-1].repeat_interleave(starts.diff())
-        return StepRows(anchors, positions, None, [(a, a, b - a) for a, b in pairwise(self.starts)])
+        anchors = np.arange(self.n_tokens)
+        positions = anchors - np.repeat(self.starts[:-1], np.diff(self.starts))
+        device, segments = self.input_ids.device, [(a, a, b - a) for a, b in pairwise(self.starts)]
+        return StepRows(to_device(anchors, device), to_device(positions, device), None, segments)
 
     @classmethod
     def collate(
@@ -95,13 +96,11 @@ class DraftBatch:
         for s in items:
             starts.append(starts[-1] + len(s.input_ids))
 
-        def ids(arrays: list[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device, non_blocking=True)
-
         return cls(
-            input_ids=ids([s.input_ids for s in items]),
-            hidden=torch.cat([s.hidden.to(dtype) for s in items]).to(device, non_blocking=True),
-            target_argmax=ids([s.target_argmax for s in items]),
+            input_ids=to_device(np.concatenate([s.input_ids for s in items]), device),
+            # One by one: each from where it was read to, which is memory that a GPU copies from by itself (`Loader`).
+            hidden=torch.cat([s.hidden.to(device, dtype, non_blocking=True) for s in items]),
+            target_argmax=np.concatenate([s.target_argmax for s in items]),
             loss_mask=np.concatenate([s.loss_mask for s in items]).astype(bool),
             starts=starts,
         )
@@ -149,6 +148,16 @@ class StepRows:
     def __len__(self) -> int:
         return len(self.anchors)
 
+    def where(self, kept: np.ndarray, ahead: int) -> Tensor:
+        """[r] int64, which of the rows have `kept` [N] bool `ahead` tokens after their anchor."""
+        spans = [kept[first + ahead : first + ahead + n] for _, first, n in self.segments]
+        return to_device(np.flatnonzero(np.concatenate(spans)) if spans else np.zeros(0), self.anchors.device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Whole numbers as int64; without waiting for what the device still has to do."""
+    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)
+
 
 def find_segments(loss_mask: np.ndarray, starts: list[int]) -> list[Segment]:
     """Segments of anchors, from the runs of supervised tokens (DESIGN section 5).
@@ -184,8 +193,7 @@ def plan_rows(segments: list[Segment], steps: int, device: torch.device) -> list
             offset += s.rows(i - 1) if i else 0
 
         def flat(arrays: list[np.ndarray]) -> Tensor:
-            joined = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
-            return torch.from_numpy(joined.astype(np.int64)).to(device, non_blocking=True)
+            return to_device(np.concatenate(arrays) if arrays else np.zeros(0), device)
 
         plan.append(StepRows(flat(anchors), flat(positions), flat(keep) if i else None, parts))
     return plan

@@ -123,7 +123,8 @@ def draft_rows(
         visible = torch.cat((visible.new_ones(len(x), state.length), visible), 1)
     slot = state.length + state.chain
     state.chain += len(x)
-    positions = (torch.as_tensor(depth, device=x.device) + state.length - 1).expand(len(x))
+    depths = depth if isinstance(depth, Tensor) else torch.full((len(x),), depth, device=x.device)
+    positions = (depths + state.length - 1).expand(len(x))
     return _run(layers, rotary, state, x, slot, positions, visible, last_only=False)
 
 

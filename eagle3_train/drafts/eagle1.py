@@ -65,10 +65,9 @@ class Eagle1(OnTarget):
 
     def _noisy(self, hidden: Tensor, batch: DraftBatch) -> Tensor:
         """Uniform within +-noise / 2, times 512 / the document's length."""
-        starts = torch.tensor(batch.starts, device=hidden.device)
-        lengths = starts.diff()
-        width = (self.noise * NOISE_LENGTH / lengths).repeat_interleave(lengths)
-        return hidden + (torch.rand_like(hidden) - 0.5) * width[:, None].to(hidden.dtype)
+        lengths = torch.tensor(batch.starts).diff()  # on the host, which need not wait then
+        width = (self.noise * NOISE_LENGTH / lengths).repeat_interleave(lengths)[:, None]
+        return hidden + (torch.rand_like(hidden) - 0.5) * width.to(hidden.dtype).to(hidden.device, non_blocking=True)
 
     def _join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Input of the layer, [R, H]: the embedding comes first."""

@@ -184,12 +184,12 @@ class Eagle3(TargetHead):
 
     def forward(self, batch: DraftBatch, loss: StepLoss) -> Tensor:
         targets = self.target_probabilities(batch)
-        kept = loss.select(self.kept_targets(batch))
+        kept = loss.select(self.kept_targets(batch.target_argmax))
         outputs: list[Tensor] = []
         supervised: list[Tensor] = []
         for i, rows, output, target_rows in self._unroll(batch):
             if kept is not None:
-                counted = kept[rows.anchors + 1 + i].nonzero().squeeze(-1)
+                counted = rows.where(kept, 1 + i)
                 output, target_rows = output.index_select(0, counted), target_rows[counted]
             outputs.append(output)
             supervised.append(target_rows)

@@ -2,15 +2,16 @@
 output and log-sum-exp.
 
 CPU: the flash kernel of scaled_dot_product_attention, a call a piece of a segment. CUDA: FlashAttention 2 over all
-segments at once (16 bit, head dims up to 256; a segment's queries are the last of its keys, which is what its causal
-mask means).
-The CUDA half has not been run yet: `benchmarks/gpu_check.sh` compares it with the explicit mask.
+segments at once (a segment's queries are the last of its keys, which is what its causal mask means).
+The CUDA half has run on a pretended device alone, with another kernel (tests/pretended.py); `benchmarks/gpu_check.sh`
+compares it with the explicit mask on a real one.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +19,21 @@ Segments = list[tuple[int, int, int]]  # (document start, first anchor, rows)
 _aten = torch.ops.aten
 
 
+def has_kernel(q: Tensor) -> bool:
+    """Whether the device has a kernel for `q` [R, n_heads, d]: FlashAttention 2 takes 16-bit numbers, head dims in
+    steps of 8 up to 256, and GPUs from Ampere on."""
+    if not q.is_cuda:
+        return q.device.type == "cpu"
+    is_fit = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return is_fit and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 def check(q: Tensor) -> None:
     """ValueError where the device has no kernel for `q` [R, n_heads, d]."""
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"draft.attention=merge runs on CPUs and CUDA, not on {q.device.type}: use flex or reference")
-    if q.is_cuda and (q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256):
+    if not has_kernel(q):
         raise ValueError(
-            f"draft.attention=merge on CUDA needs 16-bit numbers and head dims up to 256, not {q.dtype} and "
-            f"{q.shape[-1]}: use draft.attention=flex"
+            f"draft.attention=merge has no kernel for {q.dtype} and head dim {q.shape[-1]} on {q.device.type}: a GPU "
+            "from Ampere on takes 16-bit numbers and head dims that 8 divides, up to 256. Use draft.attention=auto"
         )
 
 
@@ -139,13 +147,12 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _spans(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Which keys each segment reads, end to end [S]; offsets of queries and keys, [segments + 1] int32; the longest."""
-    rows = torch.tensor([n for _, _, n in segments])
-    lengths = torch.tensor([first + n - start for start, first, n in segments])
-    keys = torch.cat([torch.arange(start, first + n) for start, first, n in segments])
-    q_offsets, k_offsets = (
-        torch.nn.functional.pad(x.cumsum(0), (1, 0)).to(device, torch.int32) for x in (rows, lengths)
-    )
-    return keys.to(device), q_offsets, k_offsets, int(rows.max()), int(lengths.max())
+    rows = [n for _, _, n in segments]
+    lengths = [first + n - start for start, first, n in segments]
+    keys = np.concatenate([np.arange(start, first + n) for start, first, n in segments])
+    offsets = (np.cumsum([0, *x], dtype=np.int32) for x in (rows, lengths))
+    read, q_offsets, k_offsets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (keys, *offsets))
+    return read, q_offsets, k_offsets, max(rows), max(lengths)
 
 
 def _forward_cuda(

@@ -65,9 +65,6 @@ class HFDraft(Draft):
             "0. Replay greedy ones, or decode"
         )
 
-    def kept_targets(self, batch: DraftBatch) -> Tensor:
-        return batch.target_argmax >= 0
-
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:
         best = torch.full_like(batch.input_ids, -1)  # [N]: the model's x_{p+1} after x_1 .. x_p

@@ -103,11 +103,22 @@ class Rotary:
         return table
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., W] over the root of its mean square, times weight [W]; in the dtype of x, whatever the weight's.
+
+    Autocast for CUDA would make it fp32, and all that it is added to, and the products of `lm_head` with it.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
 class RMSNorm(nn.RMSNorm):
     """The weight follows the input's dtype: fp32 masters under bf16 activations take the fused kernel too."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -165,7 +165,7 @@ class MTP(OnTarget):
         inner = layer.input_layernorm(x)
         k, v = layer.self_attn.key_value(inner)
         positions = at.repeat(m)
-        q, k = (self.rotary.rotate(t, positions, int(at[-1]) + 1) for t in (layer.self_attn.query(inner), k))
+        q, k = (self.rotary.rotate(t, positions, end) for t in (layer.self_attn.query(inner), k))
         q, k, v = (t.unflatten(0, (m, n)).transpose(1, 2) for t in (q, k, v))  # [m, heads, n, d]
         old = (t[: cache.length, 0].transpose(0, 1).expand(m, -1, -1, -1) for t in (cache.keys, cache.values))
         keys, values = (torch.cat(pair, 2) for pair in zip(old, (k, v), strict=True))

@@ -15,7 +15,7 @@ from eagle3_train.config import DraftConfig
 from eagle3_train.device import arg_max, block_rows
 from eagle3_train.drafts.base import Draft, StepLoss, TargetPart
 from eagle3_train.drafts.batch import DraftBatch, StepRows, find_segments, plan_rows
-from eagle3_train.drafts.layer import Dims
+from eagle3_train.drafts.layer import Dims, rms_norm
 from eagle3_train.drafts.vocab import DraftVocab
 
 Step = tuple[int, StepRows, Tensor, Tensor]
@@ -29,7 +29,6 @@ class TargetHead(Draft):
     target_norm: Tensor  # [H]
     target_rows: Tensor  # [D, H]: the target's lm_head at the draft vocabulary
     vocab_ids: Tensor  # [D] int64
-    in_vocab: Tensor  # [V] bool
 
     dims: Dims  # of the head's own layers; a subclass sets them
 
@@ -45,22 +44,17 @@ class TargetHead(Draft):
             "target_norm": target.norm_weight.float(),
             "target_rows": target.lm_head[ids].float(),
             "vocab_ids": ids,
-            "in_vocab": torch.from_numpy(vocab.t2d),
         }
         for name, tensor in frozen.items():
             self.register_buffer(name, tensor, persistent=False)
         self.frozen_parameters = self.embed_tokens.numel()
 
-    def kept_targets(self, batch: DraftBatch) -> Tensor:
-        known = batch.target_argmax >= 0
-        return known & self.in_vocab[batch.target_argmax.clamp(min=0)]
-
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.vocab_ids[draft_ids]
+        return self.vocab_ids.take(draft_ids)  # an index without dimensions would be read by the host
 
     def normed_final(self, final: Tensor) -> Tensor:
         """The target's final norm over its last pre-norm states, any shape [..., H]: what its own head reads."""
-        return F.rms_norm(final, (self.hidden_size,), self.target_norm.to(final.dtype), self.dims.eps)
+        return rms_norm(final, self.target_norm, self.dims.eps)
 
     @torch.no_grad()
     def target_probabilities(self, batch: DraftBatch) -> Tensor:
@@ -124,11 +118,11 @@ class OnTarget(TargetHead):
         """The training loss has `trained_steps`; in evaluation all K steps are shown to the objective."""
         targets = self.target_probabilities(batch)
         total = targets.new_zeros((), dtype=torch.promote_types(targets.dtype, torch.float32))
-        kept = loss.select(self.kept_targets(batch))
+        kept = loss.select(self.kept_targets(batch.target_argmax))
         for i, rows, hidden, target_rows in self.unroll(batch, self.trained_steps if self.training else self.steps):
             at = rows.anchors + 1 + i
             if kept is not None:
-                counted = kept[at].nonzero().squeeze(-1)
+                counted = rows.where(kept, 1 + i)
                 hidden, target_rows, at = hidden[counted], target_rows[counted], at[counted]
             total = total + self.step_loss(loss, i, hidden, targets, target_rows, at, batch)
         return total

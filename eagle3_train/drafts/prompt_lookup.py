@@ -63,9 +63,6 @@ class PromptLookup(Draft):
             "transcripts of a temperature above 0; replay greedy ones, or trees"
         )
 
-    def kept_targets(self, batch: DraftBatch) -> Tensor:
-        return batch.target_argmax >= 0
-
     @torch.no_grad()
     def predict(self, batch: DraftBatch) -> Tensor:
         drafted = torch.full((batch.n_tokens, self.steps), -1, dtype=torch.int64)

@@ -36,7 +36,7 @@ class _Steps(StepLoss):
 
     rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def select(self, kept: Tensor) -> None:
+    def select(self, kept: np.ndarray) -> None:
         return None
 
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class _Logits:
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def select(self, kept: Tensor) -> None:
+    def select(self, kept: np.ndarray) -> None:
         return None
 
     def steps(
@@ -148,7 +148,7 @@ class _Logits:
 def our_logits(head: Eagle3, dtype: torch.dtype, ids: Tensor, hidden: Tensor) -> list[Tensor]:
     """Logits [T - 2 - i, D] of each step i, teacher-forced on one document, in fp32 from weights rounded to `dtype`."""
     rounded = copy.deepcopy(head).to("cpu").to(dtype).float()
-    batch = DraftBatch(ids, hidden, torch.full_like(ids, -1), np.ones(len(ids), bool), [0, len(ids)])
+    batch = DraftBatch(ids, hidden, np.full(len(ids), -1, np.int32), np.ones(len(ids), bool), [0, len(ids)])
     kept = _Logits()
     rounded(batch, kept)
     return kept.logits

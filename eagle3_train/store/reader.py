@@ -43,6 +43,7 @@ class Store:
 
     manifest: Manifest  # not of a rolling store
     may_differ: tuple[str, ...] = MAY_DIFFER  # fields of the spec in which shards may differ from it
+    pinned: bool = False  # hidden states are read to memory from which a GPU copies by itself
 
     def __init__(self, folder: Folder, spec: StoreSpec, fingerprint: str, index: Index) -> None:
         self.folder, self.spec, self.fingerprint, self.index = folder, spec, fingerprint, index
@@ -161,7 +162,7 @@ class Store:
         lengths = self.index.n_tokens[wanted].astype(np.int64)
         ends = np.cumsum(lengths)
         shape = (int(lengths.sum()) if states else 0, len(spec.layer_ids), spec.hidden_size)
-        batch = torch.empty(shape, dtype=read_dtype(spec.dtype))
+        batch = torch.empty(shape, dtype=read_dtype(spec.dtype), pin_memory=self.pinned and states)
 
         def columns_of(row: int, n_tokens: int, shard_number: int, row_group: int, i: int) -> dict[str, Any]:
             shard = self._shards.get(shard_number, self._open_shard)

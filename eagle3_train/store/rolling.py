@@ -231,6 +231,7 @@ class RollingStore(Store):
             return self.read_batch(rows, readers)
         from_later = plan.rank_epochs(step, rank, world) > 0
         first = iter(self.read_batch(rows[~from_later], readers))
+        self._later.pinned = self.pinned
         copies = iter(self._later.read_batch(rows[from_later], readers))
         dtype = read_dtype(self.spec.dtype)
         return [

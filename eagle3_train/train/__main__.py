@@ -22,6 +22,8 @@ def adopt_srun(environ: MutableMapping[str, str]) -> None:
     head = subprocess.run(nodes, check=True, capture_output=True, text=True).stdout.split()[0]
     for name, of_slurm in (("RANK", "PROCID"), ("WORLD_SIZE", "STEP_NUM_TASKS"), ("LOCAL_RANK", "LOCALID")):
         environ[name] = environ[f"SLURM_{of_slurm}"]
+    if environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal():  # of a GPU a task (srun --gpus-per-task=1): its only one
+        environ["LOCAL_RANK"] = "0"
     environ.setdefault("MASTER_ADDR", head)
     # A port that other jobs on that node are unlikely to use.
     environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000))

@@ -285,12 +285,12 @@ def _remove(path: Path) -> None:
 def random_state() -> dict[str, Tensor]:
     """Of torch's generators, the only ones that training draws from."""
     state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
 
 

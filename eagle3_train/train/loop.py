@@ -108,6 +108,7 @@ def _train(
     plain = copy_sharing_buffers(head) if evaluate and cfg.train.eval_every and world.is_main else None
     dtype = resolve_dtype(cfg.train.compute_dtype, device)
     engine = make_engine(cfg.engine, head, cfg.optim, world, dtype)
+    store.pinned = device.type == "cuda"
     folder = cfg.point_dir / CHECKPOINTS
     saver = Saver(folder, world, cfg.train.keep_last, cfg.train.keep_best, store.saved)
     meter = Meter(world.size, cfg.train.peak_tflops or peak_tflops(device, dtype))

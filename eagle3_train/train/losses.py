@@ -164,7 +164,7 @@ class Objective:
         self.compiled = compiled
         self.ce_sums = torch.zeros(len(counts), dtype=torch.float64, device=device)
 
-    def select(self, kept: Tensor) -> Tensor | None:
+    def select(self, kept: np.ndarray) -> np.ndarray | None:
         return kept if self.oov == "drop" else None
 
     def __call__(self, step: int, hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor) -> Tensor:
@@ -174,7 +174,8 @@ class Objective:
         self, rows_by_step: list[int], hidden: Tensor, lm_head: Tensor, targets: Tensor, target_rows: Tensor
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        scales = torch.from_numpy(np.repeat(self.scales[: len(rows_by_step)], rows_by_step)).to(hidden.device, wide)
+        scales = torch.from_numpy(np.repeat(self.scales[: len(rows_by_step)], rows_by_step)).to(wide)
+        scales = scales.to(hidden.device, non_blocking=True)
         with torch.autocast(hidden.device.type, enabled=False):
             loss, ce = _LinearObjective.apply(
                 hidden, lm_head, targets, target_rows, scales, self.mix, torch.is_grad_enabled(), self.compiled

@@ -42,7 +42,7 @@ class Meter:
         }
         if self._peak:
             rates["mfu"] = self._flops / seconds / self._peak
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             rates["peak_gpu_mb"] = torch.cuda.max_memory_allocated() / 1e6
         self._reset()
         return rates

@@ -158,8 +158,3 @@ def head_source(cfg: Config) -> HeadSource:
         layer_ids=tuple(store.spec.layer_ids[:-1]),
         converted_from=cfg.target.model if is_converted else None,
     )
-
-
-def in_vocabulary(target_argmax: np.ndarray, head: Draft) -> np.ndarray:
-    """[N] bool on the host: positions whose target argmax lies in the draft vocabulary (see Draft.kept_targets)."""
-    return (target_argmax >= 0) & head.vocab.t2d[np.maximum(target_argmax, 0)]

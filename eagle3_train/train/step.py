@@ -13,7 +13,6 @@ from eagle3_train.store import BatchPlan, Sequence
 from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Objective
-from eagle3_train.train.setup import in_vocabulary
 
 
 @dataclass
@@ -32,7 +31,7 @@ def batch_counts(sequences: list[Sequence], head: Draft, oov: str) -> np.ndarray
     """[K] int64: rows of these sequences that count in the loss at each step. From masks alone, before any forward."""
     total = np.zeros(head.steps, np.int64)
     for s in sequences:
-        kept = in_vocabulary(s.target_argmax, head) if oov == "drop" else None
+        kept = head.kept_targets(s.target_argmax) if oov == "drop" else None
         total += supervised_counts(s.loss_mask, [0, s.n_tokens], head.steps, kept)
     return total
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3_train.drafts import fused
+from eagle3_train.drafts import attention, fused
 from eagle3_train.drafts.attention import attend, block_mask
 
 # (document start, first anchor, rows): a whole document, two turns of one, a turn of one row; 9 tokens are nobody's.
@@ -48,6 +48,15 @@ def test_values_and_gradients(kind: str, n_heads: int, n_kv: int, d: int, chain:
     grads = torch.autograd.grad(found, inputs, weights, allow_unused=not chain)
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scores", [1, 100, 1 << 20])
+@pytest.mark.parametrize("chain", [0, 3])
+def test_pieces_have_the_same_values(chain: int, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SCORES", scores)
+    with torch.no_grad():
+        inputs = make(4, 2, 6, chain)
+        torch.testing.assert_close(attention.attend_pieces(*inputs, SEGMENTS), plain(*inputs), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv"), [(6, 2), (2, 2)])

@@ -22,7 +22,7 @@ def objective(counts, oov):
 
 
 def counts_of(head, batch, oov):
-    kept = head.kept_targets(batch).numpy() if oov == "drop" else None
+    kept = head.kept_targets(batch.target_argmax) if oov == "drop" else None
     return supervised_counts(batch.loss_mask, batch.starts, head.steps, kept)
 
 

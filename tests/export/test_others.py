@@ -101,7 +101,7 @@ def fitted(kind: str, model: LlamaForCausalLM, vocab_size: int) -> tuple[Draft, 
     n, length = text.shape
     hidden = states[0].flatten(0, 1)[:, None].expand(-1, 4, -1)
     mask, starts = np.ones(n * length, bool), list(range(0, n * length + 1, length))
-    batch = DraftBatch(text.flatten(), hidden, torch.zeros(n * length, dtype=torch.int64), mask, starts)
+    batch = DraftBatch(text.flatten(), hidden, np.zeros(n * length, np.int32), mask, starts)
     part = TinyPart(
         model.config.to_dict(), model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight,
         model.model.layers[-1].state_dict(),

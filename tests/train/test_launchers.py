@@ -143,6 +143,9 @@ def test_ranks_that_srun_started_are_named(monkeypatch: pytest.MonkeyPatch, tmp_
     adopt_srun(environ)
     expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n3", "MASTER_PORT": "20007"}
     assert expected.items() <= environ.items()
+    environ = slurm | {"SLURM_STEP_NODELIST": "n[3-4]", "CUDA_VISIBLE_DEVICES": "1"}  # as --gpus-per-task=1 gives it
+    adopt_srun(environ)
+    assert environ["LOCAL_RANK"] == "0"
     for alone in ({"SLURM_STEP_NUM_TASKS": "1"}, slurm | {"RANK": "0"}, {}):
         before = dict(alone)
         adopt_srun(alone)

@@ -138,7 +138,7 @@ def test_a_rank_that_others_have_left_lets_them_be_seen_first(tmp_path: Path, mo
     assert not error_file.exists()  # neither the mistake nor its consequence is torchrun's to show
 
 
-def test_a_task_that_is_shown_one_gpu_takes_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_gpu_or_is_told_that_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle3_train.device import resolve_device
 
     def shown(gpus: int) -> Callable[[], int]:
@@ -146,6 +146,8 @@ def test_a_task_that_is_shown_one_gpu_takes_that(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    for gpus, index in ((1, 0), (8, 3)):
-        monkeypatch.setattr(torch.cuda, "device_count", shown(gpus))
-        assert resolve_device("auto") == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "device_count", shown(8))
+    assert resolve_device("auto") == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", shown(1))
+    with pytest.raises(ValueError, match="sees 1 GPUs"):
+        resolve_device("auto")

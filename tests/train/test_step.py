@@ -15,7 +15,7 @@ from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import Engine
 from eagle3_train.train.losses import Objective
 from eagle3_train.train.optim import learning_rate
-from eagle3_train.train.setup import build_head, in_vocabulary
+from eagle3_train.train.setup import build_head
 from eagle3_train.train.step import batch_counts, train_step
 from tests.train.tiny_store import make_study, tiny_config
 
@@ -70,15 +70,13 @@ def test_the_divisor_is_the_global_count(study: Path) -> None:
     )
 
 
-def test_host_and_device_agree_on_the_vocabulary(study: Path) -> None:
+def test_targets_outside_the_draft_vocabulary_and_unknown_ones_are_not_kept(study: Path) -> None:
     cfg = tiny_config(study)
     store = Store.open(cfg.paths.store)
     head = build_head(cfg, store, CPU, token_counts(store))
-    sequence = store[0]
-    batch = DraftBatch.collate([sequence], CPU, torch.float32)
-    kept = head.kept_targets(batch).numpy()
-    assert (in_vocabulary(sequence.target_argmax, head) == kept).all()
-    assert 0 < kept.sum() < len(kept)
+    inside = head.vocab.ids.tolist()
+    outside = next(token for token in range(head.vocab.target_size) if token not in inside)
+    assert head.kept_targets(np.array([-1, inside[0], outside, inside[-1]], np.int32)).tolist() == [0, 1, 0, 1]
 
 
 def test_learning_rate_is_a_fraction_of_each_runs_own_steps() -> None:
