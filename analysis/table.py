@@ -194,7 +194,10 @@ def _only_trained(folder: Path) -> bool:
     if (folder / "result.json").exists() or not (folder / "train.json").exists():
         return False
     status = folder / "status.json"
-    return not status.exists() or json.loads(status.read_text(encoding="utf-8")).get("state") == "done"
+    try:
+        return not status.exists() or json.loads(status.read_text(encoding="utf-8")).get("state") == "done"
+    except json.JSONDecodeError:  # how it ended is not known: shown as a failure
+        return False
 
 
 def _read_config(path: Path) -> dict[str, Any]:
