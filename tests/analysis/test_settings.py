@@ -48,6 +48,13 @@ def test_settings_differ_where_the_identity_of_a_point_does(kind: str, mode: str
         setattr(owner, name, old)
 
 
+def test_data_scale_and_seed_are_no_settings() -> None:
+    cfg = Config()
+    before = settings(asdict(cfg))
+    cfg.seed, cfg.data.scale, cfg.corpus.sequences = 5, 8.0, 100
+    assert settings(asdict(cfg)) == before
+
+
 def test_sources_count_without_their_paths() -> None:
     cfg = Config()
     cfg.corpus.sources = [SourceConfig(name="a", path="here")]
