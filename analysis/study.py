@@ -96,7 +96,7 @@ def compose_tau(alpha: Array) -> Array:
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ in data and seed alone. `runs`: index into the table; `x` [n] on the data axis."""
+    """Runs of one curve (`series.group`). `runs`: index into the table; `x` [n] on the data axis."""
 
     label: str
     draft: str
