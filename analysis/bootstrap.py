@@ -86,6 +86,11 @@ class SeedVariance:
     source: str
 
     @property
+    def known(self) -> bool:
+        """Whether replicates hold the variation between seeds; else that of prompts alone."""
+        return self.freedom > 0
+
+    @property
     def seed(self) -> float:
         """The part that is not prompt noise."""
         return max(0.0, self.total - self.prompt)
@@ -144,7 +149,7 @@ def seed_variance(log_loss: Array, replicates: Array | None, cell: NDArray[np.in
 def draw_seeds(variance: SeedVariance, shape: tuple[int, int], rng: np.random.Generator) -> Array:
     """Seed deviations of log L, [R, n]: a variance from its posterior each replicate, then normal deviations."""
     replicates, runs = shape
-    if variance.freedom == 0:
+    if not variance.known:
         return np.zeros(shape)
     total = variance.total * variance.freedom / rng.chisquare(variance.freedom, replicates)
     sd = np.sqrt(np.maximum(0.0, total - variance.prompt))

@@ -28,7 +28,7 @@ def cautions(table: Table, series: Iterable[Series]) -> list[str]:
                 "and checked, the floor and the exponent of a saturating law can hardly be told apart"
             )
         tau = s.fits.get("tau")
-        if tau is not None and tau.seeds.freedom == 0:
+        if tau is not None and not tau.seeds.known:
             out.append(
                 f"{s.label}: seed variation is not known ({tau.seeds.source}): intervals hold prompt noise alone"
             )

@@ -29,8 +29,12 @@ def gain_interval(fitted: QuantityFit) -> str:
     gain = fitted.gain
     if gain is None or gain.lo is None or gain.hi is None:
         return "without an interval"
-    ends = interval(gain.lo, gain.hi, 3)
-    return f"95 % interval {ends}" if fitted.seeds_known else f"{ends} by the choice of prompts alone"
+    return _within(gain.lo, gain.hi, fitted.seeds.known)
+
+
+def _within(lo: float | None, hi: float | None, seeds_known: bool) -> str:
+    ends = interval(lo, hi, 3)
+    return f"95 % interval {ends}" if seeds_known else f"{ends} by the choice of prompts alone"
 
 
 def _series_answer(s: Series) -> str:
@@ -42,7 +46,7 @@ def _series_answer(s: Series) -> str:
     gain, within = fitted.gain, gain_interval(fitted)
     if gain.lo is None or gain.hi is None:
         return f"Doubling the training data of {s.label} changes tau by {gain.value:+.3f}, {within}; {span}."
-    if not fitted.seeds_known:
+    if not fitted.seeds.known:
         return (
             f"Doubling the training data of {s.label} changed tau by {gain.value:+.3f} in these runs ({within}); "
             f"{span}. How much seeds vary is not known, so whether data did it is open: train a second seed."
@@ -93,8 +97,7 @@ def _predicted(s: Series, fitted: QuantityFit, multiple: float) -> str:
 
 def comparison_sentence(c: SlopeComparison) -> str:
     d = c.difference
-    ends = interval(d.lo, d.hi, 3)
-    within = f"95 % interval {ends}" if c.seeds_known else f"{ends} by the choice of prompts alone"
+    within = _within(d.lo, d.hi, c.seeds_known)
     return (
         f"A doubling of the data gives {c.first} {d.value:+.3f} tau over what it gives {c.second} "
         f"({within}); the probability that its slope is the larger is {probability(c)}."

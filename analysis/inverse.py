@@ -24,10 +24,10 @@ def data_for_tau(fit: QuantityFit | FitResult | PositionModel, wanted: float, ba
     if isinstance(fit, QuantityFit):
         if fit.best is None:
             raise ValueError(f"{fit.quantity.title}: no form was chosen, so nothing says what data it needs")
-        needs = [data_for_tau(form, wanted, base) for form in fit.tied]
-        los, his = [n.lo for n in needs if n.lo is not None], [n.hi for n in needs]
+        needs = {form.name: data_for_tau(form, wanted, base) for form in fit.tied}
+        los, his = [n.lo for n in needs.values() if n.lo is not None], [n.hi for n in needs.values()]
         hi = None if None in his else max(h for h in his if h is not None)
-        return Estimate(data_for_tau(fit.best, wanted, base).value, min(los, default=None), hi)
+        return Estimate(needs[fit.best.name].value, min(los, default=None), hi)
     data = base * np.geomspace(0.25, LIMIT, 400)
     crossing = float(_first_crossing(data, fit.predict(data).value[None], wanted)[0])
     draws = _curve_draws(fit, data)

@@ -138,7 +138,7 @@ def _fit_quantity(data: Data, seeds: SeedVariance, profiles: bool) -> QuantityFi
         seeds=seeds,
         results=results,
         skipped=skipped,
-        selection=select(list(results.values()), gain if seeds.freedom > 0 else None),
+        selection=select(list(results.values()), gain if seeds.known else None),
         gain=gain,
     )
 
@@ -212,7 +212,7 @@ def _compare(series: list[Series]) -> list[SlopeComparison]:
     for s in series:
         line = s.fits["tau"].results.get(LOG_LINEAR.name) if "tau" in s.fits else None
         if line is not None and line.draws is not None:
-            slopes[s.label] = (float(line.theta[1]), line.draws[:, 1], s.fits["tau"].seeds_known)
+            slopes[s.label] = (float(line.theta[1]), line.draws[:, 1], s.fits["tau"].seeds.known)
     out = []
     steepest_first = sorted(slopes.items(), key=lambda item: -item[1][0])
     for (a, (value_a, draws_a, known_a)), (b, (value_b, draws_b, known_b)) in combinations(steepest_first, 2):

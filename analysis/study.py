@@ -32,11 +32,6 @@ class QuantityFit:
     gain: Estimate | None
 
     @property
-    def seeds_known(self) -> bool:
-        """Whether intervals hold the variation between seeds; else that of prompts alone."""
-        return self.seeds.freedom > 0
-
-    @property
     def best(self) -> FitResult | None:
         return self.results[self.selection.best] if self.selection else None
 

@@ -19,11 +19,7 @@ from .schema import Sequence
 GRACE_S = 5.0  # from being told to end: for a batch that comes, after which a checkpoint can be saved
 REMOTE_READERS = 8  # requests under way at once
 AGAIN_S = (1.0, 5.0, 25.0)  # before a batch that could not be read is read again: a server may be away for a moment
-FINAL = (
-    FileNotFoundError,
-    PermissionError,
-    TimeoutError,
-)  # of the errors of a system: no matter of patience
+FINAL = (FileNotFoundError, PermissionError, TimeoutError)  # errors of a system that patience does not mend
 LOCAL_READERS = 2  # one thread copies out of the page cache at half of what the memory can do
 
 
