@@ -18,7 +18,7 @@ from eagle3_train.train.distributed import World
 from eagle3_train.train.engines import make_engine
 from eagle3_train.train.setup import build_head
 from eagle3_train.train.step import train_step
-from tests.train.tiny_store import make_study, tiny_config
+from tests.train.tiny_store import tiny_config
 
 CPU = torch.device("cpu")
 Result = tuple[float, list[float], dict[str, Tensor]]  # loss, cross-entropies by step, gradients
@@ -28,13 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"train__padding": "length"},
     "mix": {"train__objective": "0.5*reverse_kl+0.5*tv", "draft__eagle3__layers": 2, "draft__recompute": True},
 }
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("outputs")
-    make_study(folder)
-    return folder
 
 
 def gradients(cfg: Config, micro_batches: list[list[Sequence]], world: World) -> Result:

@@ -17,16 +17,9 @@ from eagle3_train.train.losses import Objective
 from eagle3_train.train.optim import learning_rate
 from eagle3_train.train.setup import build_head
 from eagle3_train.train.step import batch_counts, train_step
-from tests.train.tiny_store import make_study, tiny_config
+from tests.train.tiny_store import tiny_config
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("outputs")
-    make_study(folder)
-    return folder
 
 
 @pytest.mark.parametrize("oov", ["drop", "keep"])
